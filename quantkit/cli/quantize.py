@@ -291,10 +291,12 @@ def _print_choice(choice: BudgetChoice) -> None:
     click.echo(wrapped("budget", f"{choice.budget.text}: {choice.plan.bits_per_weight:.2f} bits/weight, "
                                  f"{human_bytes(choice.plan.disk_bytes)} of tensors"))
     cost = "error" if choice.by_weights else "KL"
-    click.echo(wrapped("weights' error", f"{choice.kl:.3g}, squared, relative, added up over the layers; the "
-                                         "model's mathematics isn't known here, so KL can't be predicted")
-               if choice.by_weights else
-               wrapped("predicted KL", f"{choice.kl:.3g} nats a token on the calibration text"))
+    if choice.by_weights:
+        click.echo(wrapped("error", f"{choice.kl:.3g} of the weights, squared, relative, added up over the "
+                                    "layers; the model's mathematics isn't known here, so KL can't be "
+                                    "predicted"))
+    else:
+        click.echo(wrapped("predicted KL", f"{choice.kl:.3g} nats a token on the calibration text"))
     rows = []
     for part in choice.parts():
         name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in part.names)

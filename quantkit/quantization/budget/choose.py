@@ -143,10 +143,10 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
         CalibrationError: the text is unusable, or a value isn't finite.
         Stopped: interrupted; what was measured is kept.
     """
-    _check(recipe)
     outline = checked_outline(source)
     if unknown := outline.config is None:
         recipe = recipe.model_copy(update={"candidates": candidates_for(recipe, RUN_ELSEWHERE[0])})
+    _check(recipe)
     spec = recipe.calibration or CalibrationSpec()
     # codes alone decide what a layer costs: a recovery comes after the choice
     base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": (), "recover": None}),

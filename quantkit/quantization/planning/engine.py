@@ -48,10 +48,11 @@ def variants(recipe: Recipe) -> list[Recipe]:
 
 
 def candidates_for(recipe: Recipe, engine: str) -> tuple[Candidate, ...]:
-    """The candidates that an engine reads, each once."""
+    """The candidates that an engine of :data:`FOUR_OR_EIGHT_BITS` reads, each once."""
     changed = [candidate.model_copy(update=_layout(candidate, engine)) for candidate in recipe.candidates]
-    return tuple({(candidate.method, candidate.spec, candidate.format): candidate
-                  for candidate in changed}.values())
+    return tuple({(candidate.method, candidate.spec, candidate.format): candidate for candidate in changed
+                  if candidate.spec is None or (candidate.format_name in COMPRESSED and (
+                      candidate.spec.kind != "int" or candidate.spec.bits in (4, 8)))}.values())
 
 
 def reason_against_rows(engine: str, rows: Sequence[PlanRow], config: Mapping[str, Any]) -> str | None:
