@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_FREE = ("support.errors", "support.paths", "formats.spec", "kv.spec", "plugins.registry",
               "plugins.hooks", "plugins.builtin", "plugins.manager", "cli.main")
 # what the right half may not know, though it stands on the same floor or above
-COMPLETE = ("quantkit.__main__", "quantkit.api.transformers")
+COMPLETE = ("quantkit.__main__", "quantkit.api.transformers", "quantkit.runtime.modules_cache")
 """What is run, and what is for those who have transformers."""
 FORBIDDEN = {"quantkit.runtime": ("quantkit.quantization",), "quantkit.serving": ("quantkit.quantization",)}
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel",

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 """Sizes of a tiny model by the keys of configs; those that a config hasn't got aren't used."""
 
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
-OWN: dict[str, dict[str, Any]] = {
+BESIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker",
                      "qwen2_5_vl", "qwen2_vl"), _SECTIONS),
     "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
@@ -60,14 +60,14 @@ def tiny_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     inside = {}
-    own = OWN.get(model_type, {})
+    besides = BESIDES.get(model_type, {})
     for name in getattr(CONFIG_MAPPING[model_type], "sub_configs", {}):
         table = getattr(AutoConfig.for_model(model_type), name, None)
         if table is not None:
             inside[name] = {"model_type": table.model_type, **_small(table),
-                            **(own if name == "text_config" else {})}
+                            **(besides if name == "text_config" else {})}
     outer = _small(AutoConfig.for_model(model_type))
-    return AutoConfig.for_model(model_type, **outer | ({} if "text_config" in inside else own), **inside)
+    return AutoConfig.for_model(model_type, **outer | ({} if "text_config" in inside else besides), **inside)
 
 
 def _small(config: Any) -> dict[str, Any]:
