@@ -122,8 +122,8 @@ def test_the_examples_of_plugins_are_what_plugins_new_makes():
 def test_the_other_examples_of_plugins_work(tmp_path):
     """Each is registered, loads as the reference says, and has the type that its registry expects."""
     examples = blocks("docs/plugin-reference.md", "python")
-    names = {"ARCHITECTURE": "architectures", "KIND": "sources", "TRANSFORM": "transforms", "KERNEL": "kernels",
-             "Repeat": "drafters", "REPORTER": "reporters", "command": "commands"}
+    names = {"ARCHITECTURE": "architectures", "KIND": "sources", "TRANSFORM": "transforms",
+             "KERNEL": "kernels", "Repeat": "drafters", "REPORTER": "reporters", "command": "commands"}
     assert len(examples) == len(names)
     tables = PluginManager(only=()).registries
     for code, (target, kind) in zip(examples, names.items()):
