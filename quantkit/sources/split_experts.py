@@ -157,6 +157,10 @@ class SplitExpertsSource(SourceWrapper):
         config = {**config, **(text if isinstance(text, dict) else {})}
         count = config.get("num_local_experts", config.get("num_experts"))
         hidden, size = config.get("hidden_size"), config.get("moe_intermediate_size")
+        together = sum(_FUSED.fullmatch(name) is not None for name in source.tensors())
+        if type(count) is int and count * together > _MAX_TENSORS:
+            raise SourceError(f"{self.uri} has more than {_MAX_TENSORS:,} tensors of experts",
+                              why="no model has", next="download the model again")
         for name, info in source.tensors().items():
             if layout.by_shape and (match := _FUSED.fullmatch(name)) is not None and type(size) is int and (
                     info.shape[1:] == ((2 * size, hidden) if match[2] == "gate_up" else (hidden, size))):
@@ -213,9 +217,6 @@ class SplitExpertsSource(SourceWrapper):
                               why=f"it must have {_DIMENSIONS[part]} dimensions, the first for experts, of "
                                   f"which config.json has {str(count)[:40]}",
                               next="get config.json and the weights from the same place again")
-        if len(self._infos) > _MAX_TENSORS:
-            raise SourceError(f"{self.uri} has more than {_MAX_TENSORS:,} tensors of experts",
-                              why="no model has", next="download the model again")
         inputs = (("gate_proj", 0), ("up_proj", 1)) if match[2] == "gate_up" else (("down_proj", -1),)
         rows = info.shape[2 if self._turned(name, part) else 1]
         if match[2] == "gate_up" and rows % 2:

@@ -245,13 +245,13 @@ def narrowest(kind, there):
     return 9 * kind(1, 1)[0](there).bk
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 def test_a_row_does_not_depend_on_the_others(on, there, randn, rows_stand_alone, any_kind):
     packed = any_kind(150, narrowest(any_kind, there))[0](there)
     rows_stand_alone(packed, randn(16, packed.k, on=on), lambda x: rounded(packed, x))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 def test_one_program_or_many_give_the_same_bits(on, there, randn, any_kind):
     packed = any_kind(100, narrowest(any_kind, there))[0](there)
     plans = [plan(100, packed.words.shape[1], m, packed.bk, "hopper", packed.group > 0) for m in (16, 140)]

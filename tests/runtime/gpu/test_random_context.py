@@ -15,8 +15,8 @@ LENGTH = 150
 
 
 @pytest.mark.parametrize("kv", [
-    "none", "fp8", "rotation(4)", "int8/int4",
-    *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8", "int4"))])
+    "none", "int8/int4",
+    *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8", "int4", "fp8", "rotation(4)"))])
 def test_a_step_after_it_reads_what_a_prompt_would_have_left(tmp_path, monkeypatch, kv):
     monkeypatch.setattr(gpu, "SIMULATE", True)
     monkeypatch.setattr(decoding, "STEP", 64)
