@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from quantkit.models.outline import is_known
 from quantkit.ops.packing import dequantize
 from quantkit.plugins.manager import registry
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, TensorInfo, TensorStorage
+from quantkit.sources.local import LocalSource
 from quantkit.sources.open import open_source
 from quantkit.sources.split_experts import LAYOUTS, joined_experts
 
@@ -114,9 +116,7 @@ def open_weights(uri: str, revision: str | None = None) -> ModelSource:
     except QuantizedError as error:
         if (error.folder / MANIFEST).exists():
             raise
-        quantized = error
-    checkpoint = ForeignCheckpoint(quantized.folder, quantized.identity)
-    if is_unknown(checkpoint):
-        return DequantizedCheckpoint(checkpoint, uri)
-    checkpoint.close()
-    raise quantized
+        with closing(LocalSource(error.folder, uri, error.identity, quantized=True)) as source:
+            if is_known(source.config(), source.tensors()):
+                raise
+        return DequantizedCheckpoint(ForeignCheckpoint(error.folder, error.identity), uri)

@@ -189,6 +189,19 @@ def test_a_model_that_is_published_in_fp8_alone(folder, tmp_path):
         assert float((far - exact[f"{name}.weight"]).abs().max()) < 0.03
 
 
+def test_experts_together_in_fp8_are_refused(folder, tmp_path):
+    stored = {name: tensor.bfloat16() for name, tensor in tensors().items()}
+    stored[f"{PREFIX}0.mlp.experts.gate_up_proj"] = torch.zeros(8, 256, 128).to(torch.float8_e4m3fn)
+    name = f"{PREFIX}0.self_attn.q_proj.weight"
+    stored[name], stored[f"{name}_scale_inv"] = in_squares(tensors()[name])
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [64, 64]}}))
+    with pytest.raises(QuantkitError, match=r"gate_up_proj of .* can't be read"):
+        quantize(str(folder), "int8", tmp_path / "out")
+
+
 def test_a_model_that_is_published_in_4_bits_alone(folder, tmp_path):
     """compressed-tensors without quantkit.json is another tool's."""
     four = quantize(str(folder), "int4-rtn", tmp_path / "four").out

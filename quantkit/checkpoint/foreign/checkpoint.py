@@ -103,6 +103,13 @@ class ForeignCheckpoint:
                                       why=f"beside {suffix} there is no matrix, or it is {sides}",
                                       next=ORIGINAL)
             slots.append(LinearSlot(layer, sides[0], sides[1], None, layer))
+        inside = {f"{slot.name}.weight" for slot in slots}
+        other = next((name for name, info in self._infos.items() if info.dtype == torch.float8_e4m3fn
+                      and name not in inside and not name.endswith("_scale")), None)
+        if other is not None:
+            raise CheckpointError(f"{other[:120]} of {self.path} can't be read",
+                                  why="it is stored in fp8 and is no Linear's weight with scales",
+                                  next=ORIGINAL)
         return slots
 
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
