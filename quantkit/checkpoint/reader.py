@@ -277,7 +277,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's ``config.json``. Raises CheckpointError if it is missing, malformed or too large."""
-    return read_object(folder / CONFIG, MAX_CONFIG, error=CheckpointError, next=AGAIN)
+    return read_object(folder / CONFIG, MAX_CONFIG, error=CheckpointError, next=AGAIN, infinities=True)
 
 
 def foreign_method(folder: Path) -> str | None:

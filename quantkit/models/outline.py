@@ -32,11 +32,14 @@ TOWER = (r"vis(?:ion|ual)|vit\.|image|audio|speech|video|projector|connector|per
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 _STATES = frozenset({"x_proj", "dt_proj", "in_proj_a", "in_proj_b", "in_proj_ba"})
 """Small Linears that make a recurrent state's steps."""
+_GROUPED = frozenset({"wo_a", "o_a_proj"})
+"""Linears of DeepSeek V4 that engines multiply group by group, from the plain weight or from FP8 blocks."""
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up",
           "w1": "gate_up", "w3": "gate_up"}
 """Linears that see the same input, of which engines make one."""
 NARROW = 16
 """Times the narrower side of a matrix: below the hidden size, too little would be saved."""
+TOO_NARROW = "too narrow to save anything"
 SHOWN = 5
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 UNSTATED = 1 << 20
@@ -147,20 +150,32 @@ def outline_of_tensors(uri: str, config: Mapping[str, Any], infos: Mapping[str, 
         "tie_word_embeddings"))
     outline = Outline(model_type[:80], (), count, tied is True, prefix, hidden,
                       _stated(config, ("vocab_size",)) or 0, _stated(config, _CONTEXT) or UNSTATED)
-    slots: list[LinearSlot] = []
+    candidates, narrow = list[LinearSlot](), set[str]()
     kept, examples = Counter[str](), list[str]()
     for name, info in infos.items():
         if len(info.shape) < 2:
             continue
         layer = outline.layer_of(name)
-        if (why := _reason_to_keep(name, info, hidden, layer)) is not None:
+        why = _reason_to_keep(name, info, hidden, layer)
+        if why is not None and why != TOO_NARROW:
             kept[why] += _size(info)
             examples.append(f"{name[:120]}: {why}")
             continue
         linear = name.removesuffix(".weight")
         parent, _, module = linear.rpartition(".")
-        slots.append(LinearSlot(linear, info.shape[0], info.shape[1], layer,
-                                f"{parent}.{_FUSED.get(module, module)}"))
+        candidates.append(LinearSlot(linear, info.shape[0], info.shape[1], layer,
+                                     f"{parent}.{_FUSED.get(module, module)}"))
+        if why is not None:
+            narrow.add(linear)
+    wide = {slot.shares for slot in candidates if slot.name not in narrow}
+    slots: list[LinearSlot] = []
+    for slot in candidates:
+        # of queries, keys and values engines make one Linear, of which all or nothing is quantized
+        if slot.name not in narrow or slot.shares in wide:
+            slots.append(slot)
+        else:
+            kept[TOO_NARROW] += slot.out_features * slot.in_features
+            examples.append(f"{slot.name[:120]}: {TOO_NARROW}")
     for slot in slots:
         bias = infos.get(f"{slot.name}.bias")
         if bias is not None and bias.shape != (slot.out_features,):
@@ -202,19 +217,23 @@ def _reason_to_keep(name: str, info: TensorInfo, hidden: int, layer: int | None)
     if layer is None:
         return "outside of the language model's layers"
     if len(info.shape) > 2:
-        return ("experts in one tensor" if "expert" in name else
+        return ("experts in one tensor" if "expert" in name or "moe" in name else
                 "a convolution" if "conv" in name else f"{len(info.shape)} dimensions")
     if last != "weight":
         return "no Linear's weight"
     if info.dtype not in FLOATS.values():
         return f"stored as {str(info.dtype).removeprefix('torch.')}"
-    if module in _ROUTERS:
+    if module in _ROUTERS or ".router." in name:
         return "a router"
     if module in _STATES:
         return "steps of a recurrent state"
+    if ".compressor." in name:
+        return "a compressor of keys and values"
+    if module in _GROUPED:
+        return "multiplied group by group"
     if "norm" in module or "embed" in module or "bias" in module:
         return "a norm, a position or an embedding"
-    return "too narrow to save anything" if min(info.shape) * NARROW <= hidden else None
+    return TOO_NARROW if min(info.shape) * NARROW <= hidden else None
 
 
 def _hidden_size(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], prefix: str) -> int:

@@ -310,7 +310,12 @@ def _solving(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
     groups = batch_groups(unit, needs)
-    remaining = [row for group in groups for row in group]
+    shared, total, waiting = set[str](), 0, list[int]()  # Hessians of a group and of those behind it
+    for row in (row for group in reversed(groups) for row in reversed(group)):
+        if row.name in needs and row.shares not in shared:
+            shared.add(row.shares)
+            total += _hessian(row, drift)
+        waiting.append(total)
     for group in groups:
         row, count = group[0], len(group)
         weights, form = count * row.shape[0] * row.shape[1], count * row.shape[1] ** 2
@@ -326,15 +331,18 @@ def _solving(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -
             working += 8 * (weights + min(weights, WEIGHTS_AT_ONCE)) if row.name in needs else 4 * weights
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        peak = max(peak, packed + working + _hessians(remaining, needs, drift))
-        remaining = remaining[count:]
+        peak = max(peak, packed + working + waiting[-1])
+        del waiting[-count:]
     return peak
 
 
 def _hessians(unit: Sequence[PlanRow], needs: set[str], drift: Collection[str]) -> int:
     """Bytes of the Hessians and the drift of a unit's layers; those with the same input share one."""
-    return sum({row.shares: 4 * row.shape[1] ** 2 * (2 if row.name in drift else 1)
-                for row in unit if row.name in needs}.values())
+    return sum({row.shares: _hessian(row, drift) for row in unit if row.name in needs}.values())
+
+
+def _hessian(row: PlanRow, drift: Collection[str]) -> int:
+    return 4 * row.shape[1] ** 2 * (2 if row.name in drift else 1)
 
 
 def _outside(row: PlanRow, calibrated: bool) -> int:

@@ -63,7 +63,7 @@ class LocalSource:
         self.uri, self.folder = uri, folder
         self._identity = identity or SourceIdentity("local", uri)
         _model_folder(folder)
-        self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG)
+        self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG, infinities=True)
         if not quantized and (words := _quantization_words(self._config)):
             if not has_leftover_words(folder, self._config):
                 raise QuantizedError(folder, self._identity)

@@ -31,7 +31,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceError,
-                 next: str = AGAIN) -> dict[str, Any]:
+                 next: str = AGAIN, infinities: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
@@ -39,6 +39,8 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
         where: how messages name it: ``the header of model.safetensors``.
         error: the class of the errors that are raised.
         next: the remedy that they suggest.
+        infinities: accept ``Infinity`` and ``-Infinity``, which the ``config.json`` of Mamba 2 and Nemotron-H
+            have, as what transformers 5 writes instead: ``{"__float__": "Infinity"}``.
 
     Raises:
         QuantkitError: of the class ``error``: it is no object, no JSON, nested too deep, has a key twice, a
@@ -61,8 +63,8 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
                     next="don't use this file: no honest tool writes it")
     try:
         text = raw.decode("utf-8-sig")  # editors on Windows write a mark at the beginning
-        data = json.loads(text, object_pairs_hook=no_twice, parse_constant=_no_constant,
-                          parse_float=_finite, parse_int=_short)
+        data = json.loads(text, object_pairs_hook=no_twice, parse_float=_finite, parse_int=_short,
+                          parse_constant=_spelled if infinities else _no_constant)
         _check_depth(data)
         if holds_lone_surrogate(text, data):
             raise ValueError("it holds half of a surrogate pair")
@@ -74,7 +76,7 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
 
 
 def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceError,
-                next: str = AGAIN) -> dict[str, Any]:
+                next: str = AGAIN, infinities: bool = False) -> dict[str, Any]:
     """Read and parse a JSON file of at most ``limit`` bytes. Raises ``error``, as :func:`parse_object`."""
     try:
         with open_regular(path) as file:
@@ -85,7 +87,7 @@ def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceEr
     if len(raw) > limit:
         raise error(f"{path} is larger than {limit:,} bytes", why="no file of this kind needs "
                                                                   "to be", next=next)
-    return parse_object(raw, str(path), error=error, next=next)
+    return parse_object(raw, str(path), error=error, next=next, infinities=infinities)
 
 
 def holds_lone_surrogate(text: str, data: Any) -> bool:
@@ -106,6 +108,10 @@ def holds_lone_surrogate(text: str, data: Any) -> bool:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _spelled(name: str) -> dict[str, str]:
+    return _no_constant(name) if name == "NaN" else {"__float__": name}
 
 
 def _finite(text: str) -> float:

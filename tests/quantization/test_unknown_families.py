@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -152,6 +153,13 @@ def test_a_budget_is_kept_without_the_mathematics(folder, tmp_path):
     assert none.exit_code == 2 and "less than any choice takes" in none.output
 
 
+def test_a_config_with_infinity_is_written_as_transformers_reads_it(folder, tmp_path):
+    written = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(written[:-1] + ', "time_step_limit": [0.0, Infinity]}')
+    config = json.loads((quantize(str(folder), "int8", tmp_path / "out").out / "config.json").read_text())
+    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+
+
 def test_a_stopped_run_goes_on_to_the_same_bytes(folder, resumed_run):
     resumed_run(str(folder), "int8", "layer 1")
 
@@ -249,6 +257,32 @@ def test_nothing_to_quantize_is_refused():
     with pytest.raises(SourceError, match="nothing in it can be quantized") as caught:
         outline_of_tensors("m", {"model_type": "x"}, infos("layers.0.gate.weight"))
     assert "a router" in str(caught.value.why)
+
+
+def test_narrow_keys_and_values_go_with_the_queries_and_other_narrow_linears_stay():
+    narrow = infos("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight",
+                   "layers.0.indexer.wk.weight", shape=(8, 128))
+    outline = outline_of_tensors("m", {"model_type": "x"}, narrow | infos("layers.0.self_attn.q_proj.weight"))
+    assert {slot.name: slot.shares for slot in outline.slots} == {
+        f"layers.0.self_attn.{name}": "layers.0.self_attn.qkv" for name in ("q_proj", "k_proj", "v_proj")}
+    assert outline.kept == {"too narrow to save anything": 8 * 128}
+
+
+def test_experts_of_granite_in_one_tensor_are_called_so():
+    experts = infos("layers.0.block_sparse_moe.input_linear.weight", shape=(4, 256, 128))
+    outline = outline_of_tensors("m", {"model_type": "x"}, experts | infos("layers.0.q_proj.weight"))
+    assert outline.kept == {"experts in one tensor": 4 * 256 * 128}
+
+
+def test_what_engines_read_only_as_it_is_stays_so():
+    kept = {"layers.0.attn.compressor.wkv.weight": "a compressor of keys and values",
+            "layers.0.attn.indexer.compressor.wgate.weight": "a compressor of keys and values",
+            "layers.0.attn.wo_a.weight": "multiplied group by group",
+            "layers.0.self_attn.o_a_proj.weight": "multiplied group by group",
+            "layers.0.router.proj.weight": "a router"}
+    outline = outline_of_tensors("m", {"model_type": "x"}, infos("layers.0.attn.wkv.weight", *kept))
+    assert [slot.name for slot in outline.slots] == ["layers.0.attn.wkv"]
+    assert outline.kept == {why: 128 * 128 * count for why, count in Counter(kept.values()).items()}
 
 
 def test_hostile_names_take_no_time():

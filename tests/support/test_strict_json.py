@@ -36,6 +36,14 @@ def test_refused(raw, what):
     assert "the file" in caught.value.what and len(str(caught.value)) < 500
 
 
+def test_infinities_of_a_config_are_spelled_as_transformers_does():
+    config = b'{"time_step_limit": [0.0, Infinity], "floor": -Infinity}'
+    assert parse_object(config, "x", infinities=True) == {
+        "time_step_limit": [0.0, {"__float__": "Infinity"}], "floor": {"__float__": "-Infinity"}}
+    with pytest.raises(SourceError, match="not JSON"):
+        parse_object(b'{"a": NaN}', "x", infinities=True)
+
+
 def test_a_bomb_of_values_is_refused_before_it_is_built(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_NODES", 1000)
     monkeypatch.setattr(strict_json.json, "loads", lambda *a, **k: pytest.fail("it was parsed"))
