@@ -40,6 +40,9 @@ KEYS = ("quantization", "quantization_config")
 NO_TOWER = rf"(?!.*(?:{TOWER}))"
 """At the beginning of a pattern for layers of a language model: a tower beside it may have modules of the
 same names."""
+_ELSEWHERE = {"conv": "(?:short_)?conv", "mamba": "(?:mamba|mixer)"}
+"""Parts of layers that vLLM calls otherwise (LFM2's, Granite's), and what is either: it compares patterns
+with its own names."""
 SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 """Its names for the dtypes of groups' scales."""
 
@@ -211,8 +214,14 @@ def _patterns(names: Iterable[str], prefix: str) -> list[str]:
         number, _, module = name.removeprefix(prefix).partition(".")
         layers[module].append(number)
     last = re.escape(prefix.rstrip(".").rpartition(".")[2])
-    return [f"re:{NO_TOWER}.*{last}\\.(?:{'|'.join(numbers)})\\.{re.escape(module)}$"
+    return [f"re:{NO_TOWER}.*{last}\\.(?:{'|'.join(numbers)})\\.{_either(module)}$"
             for module, numbers in layers.items()]
+
+
+def _either(module: str) -> str:
+    """A module's path in its layer, also by what vLLM calls its first part."""
+    part, dot, rest = module.partition(".")
+    return _ELSEWHERE.get(part, re.escape(part)) + re.escape(dot + rest) if dot else re.escape(module)
 
 
 def _pattern(name: str) -> str:

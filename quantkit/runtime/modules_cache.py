@@ -235,9 +235,14 @@ def attention_config(sizes: ModelConfig, config: Any, modules: Iterable[Any] = (
         QuantkitError: some layers keep something else than keys and values of one shape.
     """
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
+    try:
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None)
+        head_dim = getattr(text, "head_dim", None)
+        window = getattr(text, "sliding_window", None)
+    except RuntimeError:  # transformers doesn't tell one size of all layers where they differ
+        raise unsupported(f"a {sizes.model_type} model", "its layers have heads of several sizes") from None
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * sizes.num_layers
-    window = getattr(text, "sliding_window", None)
     other = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
     if getattr(text, "kv_lora_rank", None) or other or type(heads) is not int or (
             len(kinds) != sizes.num_layers):
@@ -247,8 +252,8 @@ def attention_config(sizes: ModelConfig, config: Any, modules: Iterable[Any] = (
     scales = {values["scaling"] for values in inside if type(values.get("scaling")) is float}
     caps = {values.get("attn_logit_softcapping") for values in inside} - {None}
     return replace(
-        sizes, num_heads=heads, num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or sizes.hidden_size // heads,
+        sizes, num_heads=heads, num_kv_heads=kv_heads or heads,
+        head_dim=head_dim or sizes.hidden_size // heads,
         attention_scale=scales.pop() if len(scales) == 1 else None,
         attention_softcap=caps.pop() if len(caps) == 1 else None,
         sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds))

@@ -34,15 +34,18 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
+    return build(request.param, tmp_path / "model")
+
+
+def build(model_type, folder, **own):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(request.param, **SIZES | FAMILIES[request.param]))
+        AutoConfig.for_model(model_type, **SIZES | FAMILIES[model_type] | own))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
-    folder = tmp_path / "model"
     model.to(torch.bfloat16).save_pretrained(folder)
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), folder
@@ -70,6 +73,16 @@ def test_logits_are_those_of_transformers(model):
     assert "transformers 5" in loaded.label
     assert all(parameter.is_meta for name, parameter in alone._modules.network.named_parameters()
                if name.startswith("model."))
+
+
+def test_heads_of_several_sizes_are_read(tmp_path):
+    """As Gemma 4 has them: transformers tells no size that all layers share."""
+    whole, folder = build("gemma4_text", tmp_path / "model", global_head_dim=64)
+    ids = torch.arange(10, 40)[None]
+    loaded = load_through_modules(str(folder), dtype="float32")
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids), whole(ids).logits, rtol=1e-4, atol=1e-4)
+    assert loaded.config.num_heads == 0, "no cache of ours holds its keys"
 
 
 def test_a_checkpoint_is_what_its_file_says(model, tmp_path):

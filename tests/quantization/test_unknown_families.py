@@ -98,6 +98,20 @@ def test_tables_of_numbers_are_no_weights(folder, tmp_path):
         quantize(str(folder), "int8", tmp_path / "out")
 
 
+def test_patterns_are_also_by_what_vllm_calls_layers(folder, tmp_path):
+    """It compares them with its own names, LFM2's short_conv, Granite's mixer."""
+    ours = {f"{PREFIX}1.conv.in_proj.weight": torch.randn(256, 128).bfloat16(),
+            f"{PREFIX}0.mamba.out_proj.weight": torch.randn(128, 256).bfloat16()}
+    save_file({name: tensor.bfloat16() for name, tensor in tensors().items()} | ours,
+              folder / "model.safetensors")
+    config = json.loads((quantize(str(folder), "int4-rtn", tmp_path / "out").out / "config.json").read_text())
+    group, = config["quantization_config"]["config_groups"].values()
+    matched = [name for name in ("1.conv.in_proj", "1.short_conv.in_proj", "0.mamba.out_proj",
+                                 "0.mixer.out_proj", "0.short_conv.in_proj", "1.convolution.in_proj")
+               if any(re.match(target.removeprefix("re:"), PREFIX + name) for target in group["targets"])]
+    assert matched == ["1.conv.in_proj", "1.short_conv.in_proj", "0.mamba.out_proj", "0.mixer.out_proj"]
+
+
 def test_a_layer_that_a_group_does_not_divide_is_kept_and_said(folder, tmp_path):
     odd = {name: tensor.bfloat16() for name, tensor in tensors().items()}
     odd[f"{PREFIX}1.odd.weight"] = torch.randn(128, 72).bfloat16()
