@@ -55,7 +55,7 @@ _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 16}
 _CONVOLUTION = {"block_dim": 256, "conv_dim": 256, "conv_dim_out": 256,
                 "layer_types": ["conv", "full_attention"] * 2}
 _FULL = ["sliding_attention", "full_attention"] * 2
-OWN: dict[str, dict[str, Any]] = {
+BESIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _DEEPSEEK), "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {**_DEEPSEEK, "first_k_dense_replace": 1}, "falcon_h1": {"mamba_d_ssm": 512, **_MAMBA},
     "granitemoehybrid": _MAMBA, "nemotron_h": {"mamba_num_heads": 32, "mamba_head_dim": 16,
@@ -77,7 +77,7 @@ def make(model_type: str, folder: Path) -> None:
     from quantkit.testing.tiny import tiny_tokenizer
 
     families.SMALL.update(LARGER)
-    families.OWN.update(OWN)
+    families.BESIDES.update(BESIDES)
     kind = AutoModelForCausalLM if model_type in CAUSAL else AutoModelForImageTextToText
     tokens = torch.randint(8, 500, (4, 48), generator=torch.Generator().manual_seed(1))
     made: dict[str, Any] = {"row": {}, "expected": {}, "prompts": tokens.tolist()}
@@ -181,7 +181,7 @@ def measure(reader: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     """The row of one family, whose checkpoints were made."""
     assert reader.stdin is not None and reader.stdout is not None
     if not (folder / "made.json").exists():
-        return {PLAIN: {"made": f"not within {SECONDS} s"}}
+        return {PLAIN: {"made": f"not within {SECONDS} s, or its process ended"}}
     made = json.loads((folder / "made.json").read_text())
     row: dict[str, Any] = made["row"]
     print(json.dumps(str(folder)), file=reader.stdin, flush=True)
