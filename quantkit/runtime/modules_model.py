@@ -106,19 +106,31 @@ class ModulesModel:
         self.check_cache(batch)
 
     def check_head(self) -> None:
-        """Raises UnsupportedModelError: the head makes other logits of what :meth:`hidden` left than the
-        whole network does."""
+        """Raises UnsupportedModelError: the network can't be run, or its head makes other logits of what
+        :meth:`hidden` left than the whole network does."""
+        network = self._modules.network
         ids = torch.arange(PROBE, device=self.device)[None] % self.config.vocab_size
-        with quiet():
-            logits = self._modules.network(input_ids=ids, use_cache=False).logits.float()
-        if not torch.allclose(self(ids), logits, rtol=1e-3, atol=1e-3, equal_nan=True):
-            raise UnsupportedModelError(f"{self._modules.name} of transformers isn't layers and a head",
-                                        why="its head needs more than the last hidden states",
-                                        next="quantize it without calibration, by int8 or int4-rtn")
+        try:
+            with quiet():
+                logits = network(input_ids=ids, use_cache=False).logits.float()
+            for base in (self._base, network.get_decoder()):  # of OPT and Bart the head calls the inner one
+                self._base = base
+                if torch.allclose(self(ids), logits, rtol=1e-3, atol=1e-3, equal_nan=True):
+                    return
+        except Exception as error:  # whatever a family's code says
+            raise UnsupportedModelError(f"{self._modules.name} of transformers can't be run on text alone",
+                                        why=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                                        next="vllm serve MODEL") from None
+        raise UnsupportedModelError(f"{self._modules.name} of transformers isn't layers and a head",
+                                    why="its head needs more than the last hidden states",
+                                    next="quantize it without calibration, by int8 or int4-rtn")
 
     def head_alone(self) -> ModulesModel:
         """The same head on a network without memory for its layers."""
-        return ModulesModel(self._modules.head_alone(), self.config, self.dtype, self.device)
+        alone = ModulesModel(self._modules.head_alone(), self.config, self.dtype, self.device)
+        if self._base is not self._modules.base:
+            alone._base = alone._modules.network.get_decoder()
+        return alone
 
     def linears(self) -> dict[str, Linear]:
         return {}

@@ -70,7 +70,9 @@ def test_a_checkpoint_is_read_by_transformers_as_by_us(model, tmp_path):
     whole, folder = model
     rule = {"match": "model.layers.*", "method": "rtn", "spec": {
         "bits": 4, "granularity": {"strategy": "group", "size": 16}}}
-    recipe = Recipe.model_validate({"name": "four", "for": "transformers", "rules": [rule]})
+    head = {"match": "lm_head", "optional": True, "method": "rtn", "spec": {
+        "bits": 8, "granularity": {"strategy": "channel"}}}  # which engines expect plain there
+    recipe = Recipe.model_validate({"name": "four", "for": "transformers", "rules": [rule, head]})
     if whole.config.model_type == "qwen3_vl_moe":
         with pytest.raises(QuantkitError) as caught:
             quantize(str(folder), recipe, tmp_path / "out")

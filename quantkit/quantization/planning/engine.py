@@ -67,6 +67,9 @@ def reason_against_tower(engine: str, rows: Sequence[PlanRow], model_type: str) 
     """Why another engine wouldn't see which modules of a model of images and text are quantized."""
     if engine == "transformers" and read_together(model_type, (row.name for row in rows)):
         return TOGETHER
+    outside = next((row for row in rows if row.spec is not None and row.layer is None), None)
+    if outside is not None:
+        return f"{outside.name} is quantized, and only layers are named by patterns that mean no tower"
     other = next((row for row in rows if row.spec is not None and row.format not in COMPRESSED), None)
     return None if other is None else (
         f"format {other.format} is read for all Linears of a model or for none, and the tower for images has "
