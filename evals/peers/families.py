@@ -113,12 +113,13 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
 
     inspected = CliRunner().invoke(quantkit, ["inspect", str(folder / "model")])
     row: dict[str, Any] = {"built": "yes", "inspect": "yes" if inspected.exit_code == 0 else (
-        inspected.output[:300])}
+        inspected.output.replace(f"{folder}/", "")[:300])}
     for recipe in RECIPES:
         try:
             row[recipe] = _quantized(kind, folder, recipe, tokens, expected)
         except Exception as error:
-            row[recipe] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            text = str(error).replace(f"{folder}/", "")[:300]
+            row[recipe] = {"error": f"{type(error).__name__}: {text}"}
     return row
 
 
