@@ -160,7 +160,7 @@ def config_there(config: Mapping[str, Any], model_type: str) -> Any:
     """transformers' config of a model. Raises UnsupportedModelError: transformers isn't there, doesn't know
     the family, or refuses what ``config.json`` says."""
     try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise UnsupportedModelError(f"a model of type {model_type!r} is run through transformers 5 here",
                                     why=f"that isn't there: {error}",

@@ -262,4 +262,4 @@ def attention_config(sizes: ModelConfig, config: Any, modules: Iterable[Any] = (
 def unsupported(what: str, why: str) -> QuantkitError:
     """That our cache can't be used so."""
     return QuantkitError(f"quantkit's cache doesn't support {what}", why=why,
-                         next="leave out past_key_values, or that")
+                         next="leave out past_key_values, or --kv")

@@ -31,6 +31,9 @@ from quantkit.sources.base import ModelSource, TensorInfo, in_file, prefetch
 from quantkit.sources.wrapper import SourceWrapper
 from quantkit.support.errors import SourceError
 
+_LINEARS = {"input": "gate_up_proj", "output": "down_proj"}
+_GRANITE = re.compile(r"(?<=\.block_sparse_moe)\.(input|output)_linear\.weight$")
+
 
 class Layout(NamedTuple):
     """How a family's files keep experts.
@@ -39,18 +42,34 @@ class Layout(NamedTuple):
         transposed: whether weights are ``[experts, in, out]``.
         interleaved: whether gate's and up's rows take turns.
         by_shape: files of the family have either; transposed is what doesn't fit otherwise.
+        linears: they are called ``input_linear.weight`` and ``output_linear.weight``, as Granite's.
     """
 
     transposed: bool = False
     interleaved: bool = False
     by_shape: bool = False
+    linears: bool = False
+
+    def name(self, stored: str) -> str:
+        """What most families call a tensor of the file."""
+        match = _GRANITE.search(stored) if self.linears else None
+        return stored if match is None else f"{stored[:match.start()]}.experts.{_LINEARS[match[1]]}"
+
+    def stored(self, name: str) -> str:
+        """What the file calls it: the inverse of :meth:`name`."""
+        for linear, projection in _LINEARS.items():
+            if self.linears and name.endswith(f".experts.{projection}"):
+                return f"{name.removesuffix(f'.experts.{projection}')}.{linear}_linear.weight"
+        return name
 
 
 FAMILIES = ("gpt_oss",)
 """By ``model_type``: whose experts every engine but ours reads together."""
 _TEXT_OF = {"llama4": Layout(transposed=True), "qwen3_vl_moe": Layout(transposed=True, by_shape=True),
             "qwen3_5_moe": Layout(), "gemma4": Layout()}
-LAYOUTS = {**dict.fromkeys(FAMILIES, Layout(transposed=True, interleaved=True)), **_TEXT_OF,
+_GRANITES = ("granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa")
+LAYOUTS = {**dict.fromkeys(FAMILIES, Layout(transposed=True, interleaved=True)),
+           **dict.fromkeys(_GRANITES, Layout(linears=True)), **_TEXT_OF,
            **{f"{name}_text": layout for name, layout in _TEXT_OF.items()}}
 """By ``model_type``: whose files are such."""
 READ_SINGLY = ("llama4", "llama4_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -92,7 +111,7 @@ def split_experts(source: ModelSource) -> ModelSource:
             there are experts of both kinds.
     """
     layout = LAYOUTS.get(str(source.config().get("model_type")))
-    if layout is None or not any(map(_FUSED.fullmatch, source.tensors())):
+    if layout is None or not any(map(_FUSED.fullmatch, map(layout.name, source.tensors()))):
         return source
     return SplitExpertsSource(source, layout)
 
@@ -131,7 +150,7 @@ def joined_experts(tensors: Mapping[str, torch.Tensor], layout: Layout,
         experts[together, match[4]].setdefault(side, {})[int(match[2])] = tensor
     for (name, part), sides in experts.items():
         parts = [torch.stack([side[expert] for expert in sorted(side)]) for _, side in sorted(sides.items())]
-        joined[name] = fused(parts, layout, weight=part == "weight" and name not in plain)
+        joined[layout.stored(name)] = fused(parts, layout, weight=part == "weight" and name not in plain)
     return joined
 
 
@@ -157,7 +176,7 @@ class SplitExpertsSource(SourceWrapper):
         config = {**config, **(text if isinstance(text, dict) else {})}
         count = config.get("num_local_experts", config.get("num_experts"))
         hidden, size = config.get("hidden_size"), config.get("moe_intermediate_size")
-        together = sum(_FUSED.fullmatch(name) is not None for name in source.tensors())
+        together = sum(_FUSED.fullmatch(layout.name(name)) is not None for name in source.tensors())
         if type(count) is int and count * together > _MAX_TENSORS:
             raise SourceError(f"{self.uri} has more than {_MAX_TENSORS:,} tensors of experts",
                               why="no model has", next="download the model again")
@@ -205,7 +224,7 @@ class SplitExpertsSource(SourceWrapper):
 
     def _parts(self, name: str, info: TensorInfo, count: object) -> Iterator[tuple[str, _Place | None]]:
         """What a tensor of the file is here, by name: itself, or parts of it."""
-        match = _FUSED.fullmatch(name)
+        match = _FUSED.fullmatch(self._layout.name(name))
         if match is None or match[3] not in _PARTS or not (self._layout.interleaved or (
                 match[3] is None and info.dtype.is_floating_point)):
             yield name, None

@@ -14,7 +14,7 @@ NEW = ("gemma2", "gemma3_text", "mixtral", "phi3", "qwen3_moe")
 @pytest.mark.parametrize(("key", "value"), [
     ("hidden_act", "relu"), ("rope_interleaved", True), ("pretraining_tp", 2), ("attention_multiplier", 0.1),
     ("logits_scaling", 8.0), ("embedding_multiplier", 12.0), ("mlp_bias", True), ("no_rope_layers", [1, 0]),
-    ("is_encoder_decoder", True), ("rope_scaling", {"type": "linear", "factor": "2"}),
+    ("is_encoder_decoder", True), ("rope_scaling", {"type": "mystery", "factor": 2.0}),
     ("num_experts_shared", 1), ("use_bidirectional_attention", True), ("vocab_size", 0),
     ("layer_types", ["linear_attention"] * 2), ("layer_types", ["sliding_attention"]),
     ("num_key_value_heads", 3), ("head_dim", 15), ("rms_norm_eps", 0.0), ("max_position_embeddings", 1.5),

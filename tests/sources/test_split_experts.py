@@ -121,6 +121,24 @@ def test_other_families_lie_as_theirs_do(model_type, transposed, tmp_path):
     source.close()
 
 
+def test_granites_are_called_linears(tmp_path):
+    place = "model.layers.0.block_sparse_moe"
+    file = {f"{place}.input_linear.weight": torch.randn(3, 10, 8),
+            f"{place}.output_linear.weight": torch.randn(3, 8, 5),
+            "model.layers.0.shared_mlp.input_linear.weight": torch.randn(10, 8)}
+    save_file(file, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid",
+                                                      "num_local_experts": 3}))
+    source = open_source(str(tmp_path))
+    assert torch.equal(source.tensor(f"{place}.experts.2.up_proj.weight"),
+                       file[f"{place}.input_linear.weight"][2, 5:])
+    assert torch.equal(source.tensor(f"{place}.experts.1.down_proj.weight"),
+                       file[f"{place}.output_linear.weight"][1])
+    again = in_file(source, {name: source.tensor(name) for name in source.tensors()})
+    assert again.keys() == file.keys() and all(torch.equal(again[name], file[name]) for name in file)
+    source.close()
+
+
 def test_experts_of_unknown_layout_stay_together(tmp_path):
     fused = {"model.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 10, 8)}
     save_file(fused, tmp_path / "model.safetensors")

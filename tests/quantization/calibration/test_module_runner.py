@@ -38,6 +38,9 @@ FAMILIES = {
                     "hidden_size_per_layer_input": 16},  # another layer's keys, an embedding for each layer
     "llama4_text": EXPERTS | {"intermediate_size_mlp": 64, "intermediate_size": 32}}  # all experts at once
 
+OTHER = {"granitemoe": EXPERTS}
+"""Whose experts' Linears have names of their own."""
+
 
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
@@ -49,7 +52,8 @@ def build(model_type: str, folder: Path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | FAMILIES[model_type]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        model_type, **SIZES | {**FAMILIES, **OTHER}[model_type]))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -164,7 +168,7 @@ def plain(out: Path, original: Path, to: Path):
     return AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "llama4_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "llama4_text", "granitemoe"])
 def test_tokens_of_each_expert_are_counted(family, tmp_path):
     _, folder = build(family, tmp_path / "model")
     result = quantize(str(folder), recipe(), tmp_path / "out")
