@@ -67,7 +67,7 @@ FAMILIES = ("gpt_oss",)
 """By ``model_type``: whose experts every engine but ours reads together."""
 _TEXT_OF = {"llama4": Layout(transposed=True), "qwen3_vl_moe": Layout(transposed=True, by_shape=True),
             "qwen3_5_moe": Layout(), "gemma4": Layout()}
-_GRANITES = ("granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa")
+_GRANITES = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 LAYOUTS = {**dict.fromkeys(FAMILIES, Layout(transposed=True, interleaved=True)),
            **dict.fromkeys(_GRANITES, Layout(linears=True)), **_TEXT_OF,
            **{f"{name}_text": layout for name, layout in _TEXT_OF.items()}}
