@@ -188,6 +188,12 @@ def families() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
+def write_rows(out: Path, rows: dict[str, Any]) -> None:
+    """A JSON object with a line for each row."""
+    lines = (f"{json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in sorted(rows.items()))
+    out.write_text("{" + ",\n ".join(lines) + "}\n")
+
+
 def main(out: Path, wanted: list[str]) -> None:
     rows = json.loads(out.read_text()) if out.exists() else {}
     for model_type in wanted or families():
@@ -201,7 +207,7 @@ def main(out: Path, wanted: list[str]) -> None:
                     "built": f"no: the process ended with {done.returncode}"}
             except subprocess.TimeoutExpired:
                 rows[model_type] = {"built": f"no: not within {SECONDS} s"}
-        out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        write_rows(out, rows)
         print(model_type, json.dumps(rows[model_type])[:300], flush=True)
 
 

@@ -210,6 +210,8 @@ def _made(model_type: str, folder: Path) -> Path:
 
 
 def main(python: str, out: Path, wanted: list[str]) -> None:
+    import families
+
     rows = json.loads(out.read_text()) if out.exists() else {}
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ENVIRONMENT
     reader = subprocess.Popen([python, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -220,7 +222,7 @@ def main(python: str, out: Path, wanted: list[str]) -> None:
                                 strict=True):
             rows[name] = measure(reader, folder)
             shutil.rmtree(folder)
-            out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            families.write_rows(out, rows)
             print(name, json.dumps(rows[name]), flush=True)
     reader.communicate()
 

@@ -138,11 +138,13 @@ def measure(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[str
 
 
 def main(configs: Path, out: Path, wanted: list[str]) -> None:
+    import families
+
     table = json.loads((configs / "published.json").read_text())
     rows = json.loads(out.read_text()) if out.exists() else {}
     for name in wanted or table:
         rows[name] = measure(json.loads((configs / f"{name}.json").read_text()), table[name])
-        out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        families.write_rows(out, rows)
         print(name, rows[name]["tensors"], f"{rows[name]['ratio']:.9f}", flush=True)
 
 

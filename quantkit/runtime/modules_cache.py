@@ -7,6 +7,7 @@ registered under the name ``quantkit``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ _MARK = "_quantkit_cache_layer"
 """The attribute by which attention knows the keys of a cache of ours."""
 
 
-class ModulesCache(TransformersCache):
+class ModulesCache(TransformersCache, ABC):
     """Steps of a KV cache of ours in a network of transformers.
 
     Each layer attends by our attention while it stores its keys here, and by its own otherwise.
@@ -53,13 +54,18 @@ class ModulesCache(TransformersCache):
         self._layer = 0
         super().__init__(layers=[_Layer(self, index) for index in range(self.config.num_layers)])
 
+    @abstractmethod
     def next_batch(self, rows: int, tokens: int) -> Batch:
-        """The sequences of the step that begins, in which so many rows get so many tokens each."""
-        raise NotImplementedError
+        """The sequences of the step that begins.
 
+        Args:
+            rows: sequences in it.
+            tokens: tokens that each of them gets.
+        """
+
+    @abstractmethod
     def seen(self) -> int:
         """Tokens that each row has had."""
-        raise NotImplementedError
 
     def take(self, layer: int, keys: torch.Tensor) -> None:
         """Take note of a step's keys ``[B, Hkv, T, D]``: the layer's attention will be ours, this once."""
