@@ -228,9 +228,12 @@ class Scheduler:
         with self.changed:
             self._waiting = [request for request in self._waiting if id(request) not in ended]
         for request in requests:
-            self._forget(request)
+            request.prefill.abandon()
             request.kv.manager.texts.discard(request.kv)
-            request.kv.manager.free(request.kv, keep=keep)
+            try:
+                request.kv.manager.free(request.kv, keep=keep)
+            finally:  # last: who sees that nobody runs also sees that the memory is free
+                self._forget(request)
         self._version += 1
 
     def _begin(self, request: Request) -> bool:

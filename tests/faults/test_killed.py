@@ -41,9 +41,10 @@ def test_there_are_points_before_all_that_matters(steps):
     assert len(steps) > 50
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_point(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
-                               monkeypatch, whole_or_absent):
-    for number, what in enumerate(steps):
+                               monkeypatch, whole_or_absent, every):
+    for number, what in [*enumerate(steps)][::every]:
         out = tmp_path / str(number) / "out"
         at_step(number, kill)
         assert in_child(lambda out=out: run(out) and 0) == -9, what

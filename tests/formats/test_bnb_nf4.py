@@ -127,7 +127,7 @@ def test_dynamic_map_golden() -> None:
     assert float(table[0]) == pytest.approx(-0.99296875) and float(table[128]) == pytest.approx(5.5e-7)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(20)
 @pytest.mark.oracle
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("nested", [True, False])

@@ -86,6 +86,7 @@ def test_rows_are_what_codes_mean(case, shape):
     assert torch.equal(packed.rows(torch.arange(shape[0])), formula(codes))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("m", [1, 5, 20])
 def test_products_lose_what_activations_do(case, m):
     """Nothing but the rounding of activations, to 8 or 14 bits, and of sums."""

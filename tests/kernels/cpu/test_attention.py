@@ -120,6 +120,7 @@ def test_small_and_odd_heads(isa, pages, dim):
     assert torch.equal(one.step(1), exact(one, 69))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_is_stored_is_what_the_codec_makes(isa, pages, codec):
     one = pages(isa, codec, 64, 1, 2, 130)

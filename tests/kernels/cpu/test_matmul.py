@@ -321,7 +321,7 @@ def case_of(kind, n, k):
 ALL = pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(36)
 @ALL
 @pytest.mark.parametrize("m", [1, 2, 9, 20])
 def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
@@ -392,7 +392,7 @@ def test_the_error_beside_that_of_torch(multiply, fastest, kind, most, m):
         assert ours < rounding / 8
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @ALL
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply, kind):
     case = case_of(kind, 97, 224)
@@ -409,7 +409,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply,
         assert torch.equal(product(x, threads=2, **units), alone)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [kind for kind in (*KINDS, *GROUPED) if not kind.startswith("trellis")])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_rows_of_an_embedding_are_what_codes_mean(isa, pools, room, kind, scale):
@@ -469,7 +469,7 @@ def test_the_largest_sums_fit(isa, multiply, same):
         assert torch.allclose(product, torch.full((1, 32), 64 * 3.0 * levels))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("m", [1, 9])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("levels", [(-12,) * 15 + (12,), (-127,) * 15 + (113,), (-24,) + (0,) * 15])

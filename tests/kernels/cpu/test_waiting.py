@@ -109,7 +109,7 @@ def kernels(pools, room):
     return lambda isa, *args, threads=1, **more: Kernels(isa, pools[threads], room, *args, **more)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("kv", "dim"), [*((kv, 64) for kv in SETTINGS), ("int4", 32), ("rotation(3)", 96),
                                          ("int2", 96)])
 def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
