@@ -23,11 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from quantkit.evaluation.bench.random_model import random_model
 from quantkit.evaluation.protocol import machine
+from quantkit.evaluation.quality import feed
 from quantkit.evaluation.speed import decoding
 from quantkit.evaluation.speed.decoding import DecodeRunner
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.models.interfaces import LanguageModel
 from quantkit.runtime.loader import load
+from quantkit.runtime.memory.scratch import GPU_ROWS
 from quantkit.support.device import find_device
 
 STEPS = 12
@@ -77,7 +79,7 @@ def prefill(runner: DecodeRunner, kv: KVSpec, prompt: int, chunk: int) -> dict[s
         runner.feed(cache, cache.add(prompt), prompt)
         spent.append(time.perf_counter() - begin)
 
-    decoding.PREFILL_CHUNK = chunk
+    feed.prompt_portion = lambda cache: chunk
     for _ in range(5):
         read()
     loaded, timed = runner.loaded, TimedModel(runner.loaded.model)
@@ -110,7 +112,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1100)
     parser.add_argument("--prompt", metavar="LIST", help="read prompts of these lengths instead of decoding")
-    parser.add_argument("--chunk", default=str(decoding.PREFILL_CHUNK), metavar="LIST",
+    parser.add_argument("--chunk", default=str(GPU_ROWS), metavar="LIST",
                         help="prompt tokens at a time")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,16 @@ def command() -> None:
 @click.option("--rows", default="1,8,512", show_default=True, metavar="LIST", help="Rows of activations.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
 @click.option("--aot", is_flag=True,
-              help="Measure nothing: compile all GPU kernels for all GPUs, and check them.")
+              help="Measure nothing: compile all GPU kernels, and check them.")
+@click.option("--target", "targets", multiple=True, metavar="GPU",
+              help="With --aot: a GPU to compile for, such as sm_90; may be repeated. By default all.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also write the JSON there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
-def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int, aot: bool, out: Path | None,
-            quiet: bool, as_json: bool) -> None:
+def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int, aot: bool,
+            targets: tuple[str, ...], out: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure the matrix products of the CPU kernels.
 
     GB/s counts the packed weights, and `of read` is their share of the bandwidth at which all threads read
@@ -58,9 +61,12 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
     spills and shared memory. That takes minutes and needs no GPU. The exit code is 1 if a kernel has a fault.
     """
     if aot:
-        compiled, text = compile_kernels(quiet)
+        compiled, text = compile_kernels(quiet, targets)
         print_report(compiled, text, out, as_json)
         ctx.exit(1 if compiled["faults"] else 0)
+    if targets:
+        raise UsageError("--target without --aot", why="what is measured runs on this machine",
+                         next=f"quantkit bench kernels --aot --target {targets[0]}")
     from quantkit.evaluation.bench.kernels import bench_kernels, lines
 
     with ProgressLine("measuring", quiet) as progress:
@@ -210,17 +216,21 @@ def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, fre
     ctx.exit(code)
 
 
-def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
-    """Compile every Triton kernel for every target: all facts, and the table.
+def compile_kernels(quiet: bool, targets: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """Compile every Triton kernel for these targets, or for every one: all facts, and the table.
 
-    Raises QuantkitError without triton.
+    Raises QuantkitError without triton, UsageError for a target that isn't known.
     """
     _check_triton()
-    from quantkit_kernels.tools.aot import compile_all, verdict
+    from quantkit_kernels.tools.aot import TARGETS, compile_all, verdict
     from quantkit_kernels.tools.aot import table as kernel_table
 
+    if unknown := set(targets) - set(TARGETS):
+        raise UsageError(f"--target {min(unknown)}", why=f"kernels are compiled for {', '.join(TARGETS)}",
+                         next="quantkit bench kernels --aot --target sm_90")
     with ProgressLine("compiling", quiet) as progress:
-        rows = compile_all(report=lambda done, total, name: progress(ProgressEvent(done, total, name)))
+        rows = compile_all(targets or TARGETS, report=lambda done, total, name: progress(
+            ProgressEvent(done, total, name)))
     bad = sum(bool(row.faults) for row in rows)
     return ({"rows": [asdict(row) for row in rows], "faults": bad},
             f"{kernel_table(rows)}\n\n{verdict(rows)}")

@@ -28,7 +28,7 @@ from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.scratch import GPU_ROWS, PREFILL_CHUNK
 from quantkit.runtime.runner import ModelRunner, PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import ChunkSizer, Scheduler
@@ -97,8 +97,8 @@ class Engine:
             than all requests of this length need, and states that others begin with.
         max_itl: seconds between two tokens of a request while another's prompt is read (inter-token latency);
             :class:`~quantkit.runtime.scheduler.ChunkSizer` sizes the prompt's chunks for that. By default,
-            and with a model whose results depend on how a prompt is cut, chunks have :data:`PREFILL_CHUNK`
-            tokens.
+            chunks have as many tokens as go through the model at once, and with a model whose results depend
+            on how a prompt is cut always :data:`PREFILL_CHUNK`.
         prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.
             ``None``: a part of the machine's memory, or the pages that nobody needs where the size is fixed.
         drafter: guesses tokens, of which one step confirms several; what is generated doesn't depend on it.
@@ -138,8 +138,9 @@ class Engine:
         self.timing = Timing()
         self.trace = Trace(clock)
         self.max_itl = max_itl if default.invariant else None
-        self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
-        self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK, self.trace)
+        self._portion = max(PREFILL_CHUNK, GPU_ROWS if loaded.model.device.type == "cuda" else 0)
+        self._sizer = ChunkSizer(self._portion, self.max_itl)
+        self._scheduler = Scheduler(max_batch, max_queue, self._portion, self.trace)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
                                                                                         clock)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
@@ -383,7 +384,7 @@ class Engine:
 
     def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
         if not awaited:
-            return PREFILL_CHUNK
+            return self._portion
         return 0 if decoding and self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
 
     def _finish(self, output: StepOutput) -> None:

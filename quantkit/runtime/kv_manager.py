@@ -16,6 +16,7 @@ from quantkit.kv.reread import OVERLAP
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.kv import LOOKAHEAD, Footprint, available_pages, reserved_footprint
+from quantkit.runtime.memory.scratch import prompt_portion
 from quantkit.runtime.memory.serving import most_that_fit, spare_bytes
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.units import human_bytes
@@ -90,8 +91,7 @@ class KVCacheManager:
         parts: caches that share them evenly; this one takes its part.
         sequences: requests that run side by side, at most.
         context: tokens of the longest one.
-        chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
-            this number of tokens.
+        chunk: prompt tokens after which policies act that act after every chunk.
         budget: the memory of prefixes, shared with other managers; ``None``: none are kept.
 
     Attributes:
@@ -123,11 +123,12 @@ class KVCacheManager:
         # an answer is as if it had been read
         self._one_text = model.decode_matches_prefill and self.invariant
         self.drafts = self.supports_mixed_batches and self._one_text
+        portion = prompt_portion(cache, chunk) if self.invariant else chunk
         if memory is None:
-            memory = spare_bytes(model, cache, sequences, chunk)
+            memory = spare_bytes(model, cache, sequences, portion)
         self.reservation = None
         if memory is not None:
-            self.reservation = PageReservation(cache, memory // parts, sequences, context, chunk,
+            self.reservation = PageReservation(cache, memory // parts, sequences, context, portion,
                                                STATES if budget is not None and not cache.divisible else 0)
         self.prefixes = None if budget is None else build_prefix_cache(
             cache, budget, None if self.reservation is None else STATES)

@@ -182,10 +182,11 @@ def compiled(monkeypatch):
     from quantkit_kernels.tools import aot
 
     def put(*rows):
-        def compile_all(report):
-            for done, row in enumerate(rows):
-                report(done + 1, len(rows), row.kernel)
-            return list(rows)
+        def compile_all(targets, report):
+            chosen = [row for row in rows if row.target in targets]
+            for done, row in enumerate(chosen):
+                report(done + 1, len(chosen), row.kernel)
+            return chosen
 
         monkeypatch.setattr(aot, "compile_all", compile_all)
 
@@ -203,6 +204,11 @@ def test_kernels_are_compiled_without_a_gpu(cli, cli_json, compiled, tmp_path):
     refused = cli("bench", "kernels", "--aot", "-q")
     assert refused.exit_code == 1 and "! 3 spills" in refused.stdout and not refused.stderr
     assert json.loads(cli("bench", "kernels", "--aot", "-q", "--json").stdout)["faults"] == 1
+    other = cli("bench", "kernels", "--aot", "-q", "--target", "sm_86", "--target", "gfx942")
+    assert other.exit_code == 0 and "0 compiled" in other.stdout
+    wrong = cli("bench", "kernels", "--aot", "--target", "sm_75")
+    assert wrong.exit_code == 2 and "sm_80, sm_86" in wrong.stderr
+    assert cli("bench", "kernels", "--target", "sm_90").exit_code == 2
 
 
 @pytest.mark.parametrize("arguments", [("kernels", "--aot"), ("tune",)])

@@ -40,7 +40,7 @@ def test_all_kernels_on_all_targets():
     assert len(rows) == sum(len(list(aot_cases(target))) for target in FAMILIES) > 150
     assert all(row["spills"] == 0 and not row["faults"] for row in rows)
     assert all(row["matrix"] and row["widest"] == 128 for row in rows
-               if "a16" in row["kernel"] and "embed" not in row["kernel"])
+               if "a16" in row["kernel"] and row["kernel"].split()[0] not in ("embed", "dequantize"))
 
 
 @pytest.mark.parametrize("target", FAMILIES)

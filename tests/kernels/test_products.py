@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit_kernels.triton import fp4, fp8, iq4, nf4, trellis, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton.dequantize import apply_gate, dequantize
 from quantkit_kernels.triton.embedding import embed
 from quantkit_kernels.triton.group_scales import pack_scales, pack_superblocks
 from quantkit_kernels.triton.levels import quantize
@@ -388,3 +389,35 @@ def test_bits_come_to_where_bfloat16_wants_them():
         for pair, (low, high) in ((first, values[::2]), (second, values[1::2])):
             got = bfloat16([(half ^ 0x8000) - 0x8000 for half in (pair & 0xFFFF, pair >> 16)]) * 2.0**120
             assert got.tolist() == [low, high]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("how", [{}, {"gated": True}], ids=["", "gated"])
+def test_numbers_row_by_row(on, there, kind, how, request):
+    """Every number is rounded once, NF4's levels before, and nothing behind them is written."""
+    pack, exact = kind(134, 300, **how)
+    out = torch.full((exact.numel() + 1,), torch.nan, dtype=there.dtype, device=on[0])
+    numbers = dequantize(pack(there), out)
+    assert torch.isnan(out[-1])
+    allowed = torch.finfo(there.dtype).eps * (1.01 if "nf4" in request.node.name else 0.51)
+    assert ((numbers.double().cpu() - exact).abs() <= allowed * exact.abs() + 2.0**-24).all()
+
+
+def test_weights_that_are_not_made_of_numbers():
+    pack, _ = factory("int8 by int8")(64, 64)
+    with pytest.raises(ValueError, match="rounded for it"):
+        dequantize(pack(lambda part: part), torch.empty(64 * 64))
+    pack, _ = factory("int4 in 32")(64, 64)
+    with pytest.raises(ValueError, match=r"64 . 64 numbers in a row"):
+        dequantize(pack(lambda part: part), torch.empty(64 * 64 - 1))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_and_what_it_opens(on, there, randn, obeys_the_rule, activation):
+    x = randn(3, 2 * 1100, on=on)
+    act = {"silu": torch.nn.functional.silu,
+           "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}[activation]
+    (first, second), (exact_first, exact_second) = x.chunk(2, 1), x.double().chunk(2, 1)
+    obeys_the_rule(apply_gate(x, activation), act(first) * second, act(exact_first) * exact_second)
+    with pytest.raises(ValueError, match="even number"):
+        apply_gate(x[:, 1:], activation)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantkit_kernels.tools.cases.case import AotCase
 
-TARGETS = ("sm_80", "sm_89", "sm_120", "sm_90", "sm_100", "gfx942")
-"""GPUs of 8.6 have the registers and the shared memory of those of 8.9."""
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_90", "sm_100", "gfx942")
 NOTE = ("regs: a thread; load: bits of the widest;\n"
         "mma: tensor-core instructions; ins/w: instructions a weight in the loop")
 

@@ -13,7 +13,7 @@ from quantkit.evaluation.quality.feed import force, likeliest, prefill
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.scratch import prompt_portion
 
 When = Literal["known", "later"]
 """The question is part of the prompt at whose end policies act, or comes when they have acted: they could not
@@ -88,10 +88,11 @@ class LongContextModel:
         cache = KVCache(loaded.config, self.kv, loaded.dtype, loaded.model.device)
         row = cache.add(item.length + MORE)
         # what comes before the last chunk is the same whenever the question comes
-        last = (len(context) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
-        for start in range(0, last, PREFILL_CHUNK):
-            prefill(loaded, cache, row, context[start:start + PREFILL_CHUNK], ends=False)
-            fed(PREFILL_CHUNK)
+        portion = prompt_portion(cache)
+        last = (len(context) - 1) // portion * portion
+        for start in range(0, last, portion):
+            prefill(loaded, cache, row, context[start:start + portion], ends=False)
+            fed(portion)
         answers_by_moment = []
         for when in whens:
             fork = cache.fork(row) if len(whens) > 1 else row

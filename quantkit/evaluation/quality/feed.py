@@ -17,7 +17,7 @@ from quantkit.kv.reread import finish_prompt
 from quantkit.kv.spec import KVSpec
 from quantkit.ops.rows import greedy
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.scratch import prompt_portion
 from quantkit.support.errors import QuantkitError
 
 MOST = 256
@@ -39,8 +39,9 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         Logits ``[1, vocab]`` after the last token.
     """
     device, logits = loaded.model.device, torch.empty(0)
-    for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = ids[start:start + PREFILL_CHUNK]
+    portion = prompt_portion(cache)
+    for start in range(0, len(ids), portion):
+        chunk = ids[start:start + portion]
         last = ends and start + len(chunk) == len(ids)
         batch = Batch(cache, [row], "prefill_end" if last else "prefill", defers=last)
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,

@@ -20,7 +20,7 @@ from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.kv import footprint
 from quantkit.runtime.memory.machine import available_memory
-from quantkit.runtime.memory.scratch import PREFILL_CHUNK
+from quantkit.runtime.memory.scratch import prompt_portion
 from quantkit.runtime.memory.serving import spare_bytes
 from quantkit.runtime.sampler import Sampler, Sampling, can_sample_on_device, sample_async, sample_tokens
 from quantkit.support.errors import QuantkitError
@@ -174,12 +174,14 @@ class DecodeRunner:
         """Why these sequences don't fit beside the model. One more is the one that all are copies of, and
         blocks of pages are there twice while they grow."""
         model = self.loaded.model
+        cache = self.cache(kv)
+        portion = prompt_portion(cache)
         room = (available_memory() if model.device.type == "cpu"
-                else spare_bytes(model, self.cache(kv), batch + 1, PREFILL_CHUNK))
+                else spare_bytes(model, cache, batch + 1, portion))
         if room is None:
             return None
         end = context + self._tokens + WARM_UP
-        memory = footprint(self.loaded.config, kv, self.loaded.dtype, end, max(1, context), PREFILL_CHUNK)
+        memory = footprint(self.loaded.config, kv, self.loaded.dtype, end, max(1, context), portion)
         needed = memory.allocated_bytes(batch + 1) + memory.moving_bytes(batch + 1)
         return None if needed <= room else (
             f"its KV cache takes {human_bytes(needed)}, {human_bytes(room)} are left")

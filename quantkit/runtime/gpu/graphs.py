@@ -1,4 +1,5 @@
-"""Steps of decoding as CUDA graphs: one for every number of sequences and of slots that comes up."""
+"""Steps as CUDA graphs: of decoding for every number of sequences and of slots that comes up, of prompts for
+a few numbers of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from quantkit.ops import gpu
@@ -21,6 +23,8 @@ SLOTS = 1536
 """Of a head, at least; more by doubling. Answers to texts of 1,024, 2,048, … tokens need no other graph."""
 Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
 """``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
+RunPrompt = Callable[["torch.Tensor", "StepTokens", "torch.Tensor", "torch.Tensor"], None]
+"""``ids [N]`` and whose they are, tiles, and where the last layer's ``[N, hidden]`` go."""
 
 
 def slots_of(longest: int, limit: int) -> int:
@@ -81,7 +85,7 @@ class GraphCache:
                                        dtype=self._logits.dtype, device=self._device)
         key = size, slots_of(longest, self._limit)
         if key not in self._graphs:
-            self._graphs[key] = self._captured(run, *key)
+            self._graphs[key] = self._made(run, *key)
         graph = self._graphs[key]
         if rows != graph.rows:
             whose = torch.tensor([*rows, *[-1] * (size - len(rows))], dtype=torch.int32)
@@ -94,21 +98,112 @@ class GraphCache:
             graph.replay()
         return self._logits[:len(rows)]
 
-    def _captured(self, run: Run, size: int, longest: int) -> _Graph:
-        from quantkit_kernels.triton.cache import StepTokens
-
-        ids = torch.zeros(size, dtype=torch.int64, device=self._device)
-        rows = torch.zeros(size, 2, dtype=torch.int32, device=self._device)
-        rows[:, 0] = -1
-        step = StepTokens(rows, longest)
+    def _made(self, run: Run, size: int, longest: int) -> _Graph:
+        ids, step = _nobodys(size, self._device, longest)
         out = self._logits[:size]
-        run(ids, step, out)  # compiles what isn't yet, and does nothing: the rows are nobody's
-        if self._device.type != "cuda":
-            return _Graph(ids, step, None)
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run(ids, step, out)
-        self._pool = graph.pool()
-        return _Graph(ids, step, graph.replay)
+        replay, self._pool = _captured(lambda: run(ids, step, out), self._device, self._pool)
+        return _Graph(ids, step, replay)
+
+
+PORTIONS = (128, 512, 1024, 2048)
+"""Tokens of prompts in a graph; a step has the next larger one's."""
+SEQUENCES = 64
+"""Sequences whose prompts' tokens a graph has room for, at least."""
+
+
+@dataclass
+class _PromptGraph:
+    """A captured step of prompts, the memory that it reads, and where its results are."""
+
+    ids: torch.Tensor
+    step: StepTokens
+    tiles: torch.Tensor
+    out: torch.Tensor
+    replay: Callable[[], None] | None
+
+
+class PromptGraphs:
+    """Captured steps of prompts, as long as everything that they point to lies where it was.
+
+    Args:
+        device: as for :class:`GraphCache`.
+        hidden, dtype: of results.
+        tokens: of a tile, at most.
+    """
+
+    def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype, tokens: int) -> None:
+        self._device, self._hidden, self._dtype, self._tokens = device, hidden, dtype, tokens
+        self._graphs: dict[int, _PromptGraph | None] = {}
+        self._valid: object = None
+        self._pool: Any = None
+
+    def __call__(self, run: RunPrompt, ids: torch.Tensor, rows: np.ndarray, tiles: np.ndarray,
+                 valid: object) -> torch.Tensor | None:
+        """Tokens of some prompts.
+
+        Args:
+            run: the step; always the same.
+            ids: int64 ``[n]``, on the device.
+            rows: int32 ``[n, 2]``, see :class:`~quantkit_kernels.triton.cache.StepTokens`.
+            tiles: int32 ``[t, 3]``, see
+                :func:`~quantkit_kernels.triton.prefill_attention.prefill_attention`.
+            valid: changes when something lies elsewhere.
+
+        Returns:
+            ``[n, hidden]``, valid until the next call; ``None``: there is no graph for as many, or this is
+            the first time that one would do.
+        """
+        size = next((size for size in PORTIONS if size >= len(ids)), 0)
+        if len(tiles) > size // self._tokens + SEQUENCES:
+            return None
+        if valid != self._valid:
+            self._graphs, self._valid, self._pool = {}, valid, None
+        if size not in self._graphs:  # a cache that grows may move before such a portion comes again
+            self._graphs[size] = None
+            return None
+        graph = self._graphs[size] = self._graphs[size] or self._made(run, size)
+        graph.ids[:len(ids)].copy_(ids)
+        graph.step.rows.copy_(gpu.sent(_filled(rows, size, -1), self._device))
+        graph.tiles.copy_(gpu.sent(_filled(tiles, len(graph.tiles), 0), self._device))
+        if graph.replay is None:
+            run(graph.ids, graph.step, graph.tiles, graph.out)
+        else:
+            graph.replay()
+        return graph.out[:len(ids)]
+
+    def _made(self, run: RunPrompt, size: int) -> _PromptGraph:
+        ids, step = _nobodys(size, self._device, 1)
+        tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
+        out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
+        replay, self._pool = _captured(lambda: run(ids, step, tiles, out), self._device, self._pool)
+        return _PromptGraph(ids, step, tiles, out, replay)
+
+
+def _nobodys(size: int, device: torch.device, longest: int) -> tuple[torch.Tensor, StepTokens]:
+    """Ids and a step of tokens that belong to no sequence."""
+    from quantkit_kernels.triton.cache import StepTokens
+
+    rows = torch.zeros(size, 2, dtype=torch.int32, device=device)
+    rows[:, 0] = -1
+    return torch.zeros(size, dtype=torch.int64, device=device), StepTokens(rows, longest)
+
+
+def _filled(rows: np.ndarray, size: int, value: int) -> torch.Tensor:
+    """int32 ``[n, c]`` → ``[size, c]``."""
+    full = np.full((size, rows.shape[1]), value, np.int32)
+    full[:len(rows)] = rows
+    return torch.from_numpy(full)
+
+
+def _captured(run: Callable[[], None], device: torch.device, pool: Any
+              ) -> tuple[Callable[[], None] | None, Any]:
+    """How to run something again, and the memory that it shares with others; ``None``: by itself."""
+    run()  # compiles what isn't yet, and does nothing: the rows are nobody's
+    if device.type != "cuda":
+        return None, pool
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph.replay, graph.pool()
 

@@ -13,17 +13,14 @@ from quantkit.models.linear import Linear
 from quantkit.ops.dispatch import choose, codes_of, query_for
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear_weight import DeviceWeight
-from quantkit.ops.rows import gelu_tanh_mul, silu_mul
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.ops.triton_linear import TritonKernel
+from quantkit.runtime.gpu.prompts import PromptProducts
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.levels import QuantizedActivations
     from quantkit_kernels.triton.packed import TritonWeight
     from quantkit_kernels.triton.token_groups import GroupRounding
-
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-
 
 def reason_against(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel of ours multiplies it there; ``None`` if one does."""
@@ -45,11 +42,17 @@ class DeviceLinear:
     bias: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, x: torch.Tensor | QuantizedActivations, **options: Any) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]``; ``options``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
+    def __call__(self, x: torch.Tensor | QuantizedActivations, prompts: PromptProducts | None = None,
+                 **options: Any) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]``; ``options``: see :func:`quantkit_kernels.triton.matmul.multiply`;
+        ``prompts``: multiplies rows of a prompt, if it can."""
         from quantkit_kernels.triton.matmul import multiply
 
         ready = self._prepared(x) if isinstance(x, torch.Tensor) else x
+        if prompts is not None and isinstance(ready, torch.Tensor):
+            y = prompts.multiply(ready, self.weight, bias=self.bias, **options)
+            if y is not None:
+                return y
         return multiply(ready, self.weight, bias=self.bias, **options)
 
     @property
@@ -103,6 +106,7 @@ class FusedLinear:
         inputs: groups that x may be rounded in before; ``None``: in none.
         width: numbers in a row of the result.
         nbytes: read by one call.
+        numbers: of the largest weight that prompts' products dequantize.
     """
 
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
@@ -125,6 +129,13 @@ class FusedLinear:
     def nbytes(self) -> int:
         return sum(part.product.weight.nbytes for part in self._parts)
 
+    @property
+    def numbers(self) -> int:
+        from quantkit_kernels.triton.dequantize import reason_against
+
+        weights = [part.product.weight for part in self._parts]
+        return max((weight.n * weight.k for weight in weights if reason_against(weight) is None), default=0)
+
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[m]`` → those rows of the one weight, ``[m, k]``."""
         from quantkit_kernels.triton.embedding import embed
@@ -132,22 +143,23 @@ class FusedLinear:
         return embed(ids, self._parts[0].product.weight, self._dtype)
 
     def __call__(self, x: torch.Tensor | QuantizedActivations, residual: torch.Tensor | None = None,
-                 out: torch.Tensor | None = None) -> torch.Tensor:
+                 out: torch.Tensor | None = None, prompts: PromptProducts | None = None) -> torch.Tensor:
         """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one, in ``out``; of a single weight
-        without activation only."""
+        without activation only. ``prompts``: see :class:`DeviceLinear`."""
         if len(self._parts) == 1:
             product = self._parts[0].product
             if self._gated:
-                return product(x, gated=self._activation)
-            result = product(x, residual=residual, out=out)
+                return product(x, prompts, gated=self._activation)
+            result = product(x, prompts, residual=residual, out=out)
         else:
             assert isinstance(x, torch.Tensor) and residual is None and out is None
             result = x.new_empty(x.shape[0], self._whole)
             for part in self._parts:
-                part.product(x, out=result[:, part.start:part.end])
+                part.product(x, prompts, out=result[:, part.start:part.end])
         if self._activation is not None:
-            gate, up = result.chunk(2, 1)
-            return ACTIVATIONS[self._activation](gate.contiguous(), up)
+            from quantkit_kernels.triton.dequantize import apply_gate
+
+            return apply_gate(result, self._activation)
         return result
 
 

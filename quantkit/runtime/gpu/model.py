@@ -1,6 +1,7 @@
-"""A model on a GPU as kernels of our own; a step of decoding is one graph.
+"""A model on a GPU as kernels of our own; a step of decoding is one graph, and so is a portion of a prompt.
 
-Decoding, prompts and scoring go through the same products, which give a row the same bits whatever other rows
+Which products a row goes through depends on its phase alone: a decoded token's are kernels of ours, a
+prompt's (and of texts that are scored) are a library's. Either give a row the same bits whatever other rows
 are there: so a request's tokens depend on nothing but the request.
 """
 
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, proxy
 
+import numpy as np
 import torch
 
 from quantkit.formats.base import QuantizedTensor
@@ -22,7 +24,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import gpu
 from quantkit.runtime.gpu import linears
-from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
+from quantkit.runtime.gpu.graphs import BATCHES, GraphCache, PromptGraphs
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.memory.scratch import GPU_ROWS
@@ -61,12 +63,16 @@ class _CacheOnDevice:
     """
 
     def __init__(self, program: GpuProgram, cache: KVCache) -> None:
+        from quantkit_kernels.triton.prefill_attention import tokens
+
         self._program, self._cache = program, proxy(cache)
         self.tables = DeviceTables(self._cache)
         self._pages: list[LayerPages] = []
         self._pages_now = -1
         self._graphs = GraphCache(program.device, program.vocab, program.dtype,
                                   cache.config.max_position_embeddings)
+        self._prompt_graphs = PromptGraphs(program.device, cache.config.hidden_size, program.dtype,
+                                           tokens(program.group))
 
     @property
     def pages(self) -> list[LayerPages]:
@@ -81,8 +87,7 @@ class _CacheOnDevice:
         longest = 1 + (position if self._cache.keeps_all else max(
             int(state.lengths.max()) for state in batch.sequences))
         self._program.make_angles(position + 1)
-        valid = self._cache.move_counter.count, self.tables.moves, self._program.moves
-        logits = self._graphs(self._step, ids, rows, longest, valid)
+        logits = self._graphs(self._step, ids, rows, longest, self._valid)
         self.tables.counted(batch)
         return logits
 
@@ -94,29 +99,46 @@ class _CacheOnDevice:
         advance(tables, step)
         self._program.logits(x, out)
 
+    @property
+    def _valid(self) -> tuple[int, int, int]:
+        """Changes when something that a graph reads comes to lie elsewhere."""
+        return self._cache.move_counter.count, self.tables.moves, self._program.moves
+
+    def _prompt_step(self, ids: torch.Tensor, step: StepTokens, tiles: torch.Tensor,
+                     out: torch.Tensor) -> None:
+        out.copy_(self._program.run(ids, step, self.tables.tables, self.pages, self._cache, tiles,
+                                    prompts=self._program.prompts))
+
     def prefill(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                 slices: Sequence[RowSlice]) -> torch.Tensor:
-        """``ids`` of each row, int64 ``[T]`` → what the last layer leaves of the slices, ``[N, hidden]``."""
+        """``ids`` of each row, int64 ``[T]`` → what the last layer leaves of the slices, ``[N, hidden]``,
+        valid until the next call."""
         from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
         counts = [part.count for part in slices]
         states = [batch.sequences[part.sequence] for part in slices]
         rows = self.tables.place([batch.numbers[part.sequence] for part in slices], states, counts)
-        longest = max(int(state.lengths.max()) + count for state, count in zip(states, counts))
         self._program.make_angles(max(int(state.seen[-1]) + count for state, count in zip(states, counts)))
-        device = self._program.device
-        whose = gpu.sent(torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
-                                      dtype=torch.int32), device)
-        tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
+        whose = np.concatenate([np.stack([np.full(count, row, np.int32), np.arange(count, dtype=np.int32)], 1)
+                                for row, count in zip(rows, counts)])
+        tiles = np.array(tiles_of(rows, counts, self._program.group), np.int32)
         flat = torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
-        query_rows: list[torch.Tensor] = []
+        phases = [batch.phases[part.sequence] for part in slices]
         tracks = any(state.query_window is not None for state in states)
-        x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
-                              tiles, query_rows if tracks else None)
+        query_rows: list[torch.Tensor] = []
+        x = None
+        if not tracks and "decode" not in phases:
+            x = self._prompt_graphs(self._prompt_step, flat, whose, tiles, self._valid)
+        if x is None:
+            device = self._program.device
+            longest = max(int(state.lengths.max()) + count for state, count in zip(states, counts))
+            step = StepTokens(gpu.sent(torch.from_numpy(whose), device), longest)
+            x = self._program.run(flat, step, self.tables.tables, self.pages, self._cache,
+                                  gpu.sent(torch.from_numpy(tiles), device), query_rows if tracks else None,
+                                  None if "decode" in phases else self._program.prompts)
         for part in slices:
             batch.advance(part.sequence, part.count)
-        phases = [batch.phases[part.sequence] for part in slices]
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
             for state, phase, queries in zip(states, phases, q.split(counts)):
@@ -208,7 +230,7 @@ class GpuModel(ProgramModel):
     def step_hidden(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                     counts: Sequence[int]) -> list[torch.Tensor]:
         on_device = self._on_device(batch.cache)
-        return [on_device.prefill(batch, ids, slices) for slices in self.slices(batch, counts)]
+        return [on_device.prefill(batch, ids, slices).clone() for slices in self.slices(batch, counts)]
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         return self._program.logits(x)

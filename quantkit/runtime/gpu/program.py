@@ -18,6 +18,7 @@ from quantkit.ops.linear_weight import LinearWeight, embed
 from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
+from quantkit.runtime.gpu.prompts import PromptProducts
 from quantkit.runtime.program_model import rope_tables
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class GpuProgram:
         vocab: numbers of a token's logits.
         group: query heads that share a key head.
         step_bytes: bytes of weights that a decode step reads.
+        prompts: multiplies rows of prompts by the layers' weights.
         moves: how often the tables of angles came to lie elsewhere.
     """
 
@@ -84,6 +86,8 @@ class GpuProgram:
         done()
         self.step_bytes = self._head.nbytes + sum(
             product.nbytes for block in self._layers for product in block.products)
+        self.prompts = PromptProducts(max(
+            product.numbers for block in self._layers for product in block.products), model.dtype, device)
         signs, mix = hadamard_factors(config.head_dim)
         self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -108,8 +112,8 @@ class GpuProgram:
             self.moves += 1
 
     def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages],
-            cache: KVCache, tiles: torch.Tensor | None = None,
-            queries: list[torch.Tensor] | None = None) -> torch.Tensor:
+            cache: KVCache, tiles: torch.Tensor | None = None, queries: list[torch.Tensor] | None = None,
+            prompts: PromptProducts | None = None) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
@@ -121,14 +125,15 @@ class GpuProgram:
                 :func:`quantkit_kernels.triton.prefill_attention.prefill_attention`; ``None``: a token of
                 each sequence.
             queries: gets each layer's queries ``[N, H, D]``, rotated.
+            prompts: multiplies them, if they are a prompt's; see :attr:`prompts`.
 
         Returns:
             ``[N, hidden]``.
         """
         x = self._embed(ids)
         for index, layer in enumerate(self._layers):
-            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries)
-            x = self._mlp(layer, x)
+            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries, prompts)
+            x = self._mlp(layer, x, prompts)
         return x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,14 +172,14 @@ class GpuProgram:
 
     def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables,
                 pages: LayerPages, cache: KVCache, tiles: torch.Tensor | None,
-                queries: list[torch.Tensor] | None) -> torch.Tensor:
+                queries: list[torch.Tensor] | None, prompts: PromptProducts | None) -> torch.Tensor:
         from quantkit_kernels.triton.close_pages import close_pages
         from quantkit_kernels.triton.decode_attention import decode_attention
         from quantkit_kernels.triton.prefill_attention import prefill_attention
         from quantkit_kernels.triton.rope_store import rope_store
 
         config, norms = self._config, layer.norms
-        qkv = layer.qkv(self._normed_for(layer.qkv, x, norms["before_attention"]))
+        qkv = layer.qkv(self._normed_for(layer.qkv, x, norms["before_attention"]), prompts=prompts)
         cos, sin = self._cos_sin[index]
         q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
                        kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
@@ -195,14 +200,15 @@ class GpuProgram:
             out = apply_hadamard(out.view(-1, config.head_dim), *self._hadamard, back=True).view(out.shape)
         mixed = out.view(out.shape[0], -1)
         if (weight := norms.get("after_attention")) is not None:
-            return x + self._normed(layer.o(mixed), weight)
-        return layer.o(mixed, residual=x)
+            return x + self._normed(layer.o(mixed, prompts=prompts), weight)
+        return layer.o(mixed, residual=x, prompts=prompts)
 
-    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gated = layer.gate_up(self._normed_for(layer.gate_up, x, layer.norms["before_mlp"]))
+    def _mlp(self, layer: _Layer, x: torch.Tensor, prompts: PromptProducts | None) -> torch.Tensor:
+        normed = self._normed_for(layer.gate_up, x, layer.norms["before_mlp"])
+        gated = layer.gate_up(normed, prompts=prompts)
         if (weight := layer.norms.get("after_mlp")) is not None:
-            return x + self._normed(layer.down(gated), weight)
-        return layer.down(gated, residual=x)
+            return x + self._normed(layer.down(gated, prompts=prompts), weight)
+        return layer.down(gated, residual=x, prompts=prompts)
 
 
 def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> None:

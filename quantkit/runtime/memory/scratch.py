@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 import torch
 
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
-from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, linear_slots
+from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot, all_slots, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_weight import Activations, CpuWeight
@@ -22,7 +22,8 @@ from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.runtime.memory.weights import ModelWeights
 
 PREFILL_CHUNK = 512
-"""Prompt tokens that go through a model at once, at most; other requests decode between two chunks."""
+"""Prompt tokens that go through a model on a CPU at once, at most, and wherever policies act on chunks; other
+requests decode between two chunks."""
 CPU_ROWS = 512
 """Tokens that go through a program of CPU kernels at once, at most."""
 GPU_ROWS = 2048
@@ -144,20 +145,40 @@ def _operations(weights: ModelWeights, footprint: Footprint) -> int:
 def packing_bytes(config: ModelConfig) -> int:
     """What is there beside the weights while a GPU's are laid out: all of a layer that see one input, or the
     head."""
+    return PACKING * max(_product_sizes(
+        all_slots(config) if config.tie_word_embeddings else linear_slots(config)))
+
+
+def dequantized_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a GPU's products of prompts keep for the weight that they dequantize, at most."""
+    return dtype.itemsize * max(_product_sizes(
+        [slot for slot in linear_slots(config) if slot.layer is not None]))
+
+
+def _product_sizes(slots: Sequence[LinearSlot]) -> Collection[int]:
+    """Numbers of the weights that see one input."""
     sizes: dict[object, int] = defaultdict(int)
-    for slot in all_slots(config) if config.tie_word_embeddings else linear_slots(config):
+    for slot in slots:
         sizes[slot.layer, slot.shares] += slot.out_features * slot.in_features
-    return PACKING * max(sizes.values())
+    return sizes.values()
 
 
 def gpu_step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the largest step on a GPU holds beside weights and pages, at most."""
+    """What the largest step on a GPU holds beside weights and pages, at most: once as a graph, and once
+    operation by operation."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     partial = 4 * 2 * (config.num_heads * config.head_dim + config.intermediate_size)
     splits = config.num_heads * (config.head_dim + 2) * 4 * -(-config.max_position_embeddings // SPLIT)
-    return (GPU_ROWS * (row * dtype.itemsize + partial)
+    return (GPU_ROWS * (2 * row * dtype.itemsize + partial)
             + GPU_SEQUENCES * (config.vocab_size * (dtype.itemsize + 8) + splits))
+
+
+def prompt_portion(cache: KVCache, chunk: int = PREFILL_CHUNK) -> int:
+    """Prompt tokens that go through a model over this cache at once, at most; ``chunk``: those after which
+    policies act that act on chunks."""
+    acts = any(layer.policy.on_prefill == "chunk" for layer in cache.layers)
+    return GPU_ROWS if cache.device.type == "cuda" and not acts else chunk
 
 
 def table_size(entries: int) -> int:

@@ -276,7 +276,8 @@ def _gpu_parts(weights: ModelWeights, device: torch.device) -> list[MemoryPart]:
     """As :func:`check_gpu_memory` counts before a model is loaded."""
     size = weights.file_bytes
     if weights.fallback_reason is None:
-        size = gpu_weight_bytes(weights.config, weights.dtype, weights.quantized, device)
+        size = gpu_weight_bytes(weights.config, weights.dtype, weights.quantized, device) + (
+            scratch.dequantized_bytes(weights.config, weights.dtype))
     step = scratch.gpu_step_bytes(weights.config, weights.dtype)
     return [MemoryPart("weights", size), MemoryPart("runtime", step + GPU_RUNTIME_BYTES)]
 
@@ -299,7 +300,7 @@ def check_gpu_memory(config: ModelConfig, dtype: torch.dtype, quantized: Mapping
     working = scratch.gpu_step_bytes(config, dtype)
     if ours:
         weights = gpu_weight_bytes(config, dtype, quantized, device)
-        working = max(working, scratch.packing_bytes(config))
+        working = max(working + scratch.dequantized_bytes(config, dtype), scratch.packing_bytes(config))
     else:
         weights = stored_bytes(config, dtype, quantized)
     working += GPU_RUNTIME_BYTES

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-FAMILIES = {"sm_80": "ampere", "sm_89": "ampere", "sm_120": "ampere", "sm_90": "hopper",
-            "sm_100": "blackwell", "gfx942": "cdna"}
-"""Targets that are compiled for. GPUs of 8.6 have the registers and the shared memory of those of 8.9."""
-SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
-          "gfx942": 64 << 10}
+FAMILIES = {"sm_80": "ampere", "sm_86": "ampere", "sm_89": "ampere", "sm_120": "ampere",
+            "sm_90": "hopper", "sm_100": "blackwell", "gfx942": "cdna"}
+"""Targets that are compiled for: A100; cards of the series 30, 40 and 50; H100 and H200; B200; MI300."""
+SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10, "sm_90": 227 << 10,
+          "sm_100": 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a block may have."""
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
             torch.int64: "*i64", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",

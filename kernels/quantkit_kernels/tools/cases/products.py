@@ -26,6 +26,7 @@ from quantkit_kernels.tools.cases.rows import GROUPED
 from quantkit_kernels.triton import (
     block_scaled,
     dependent,
+    dequantize,
     embedding,
     fp4,
     fp8,
@@ -334,6 +335,14 @@ def aot_cases(family: str) -> Iterator[AotCase]:
         yield _aot_segments(known["w4a16 g128"], None, False, early=True)
     for kind in (*known.values(), *(BLOCK_SCALED if family in w4a4.NATIVE else ())):
         yield _aot_lookup(kind, family)
+    for kind in known.values():
+        if not kind.decoder.levels:
+            yield _aot_numbers(kind, family)
+    yield _aot_numbers(known["w4a16 g128"], family, gated=True)
+    yield aot_case("gate", dequantize.gate_kernel,
+                   {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32", "x_row": "i32"},
+                   {"KIND": "silu", "BLOCK": dequantize.COLUMNS, "num_warps": 4}, multiples=("n", "x_row"),
+                   wide_loads=2)
     for kind in BLOCK_SCALED if family in w4a4.NATIVE else ():
         for m in (16, 32, 64, 2048):
             yield _aot_product(kind, m, family)
@@ -349,6 +358,17 @@ def _aot_lookup(kind: ProductFormat, family: str) -> AotCase:
                      **scale},
                     {**{key: None for key in ("s_ptr", "table_ptr") if key not in scale}, "num_warps": 4,
                      **embedding.constants(kind.packed(128256, 4096, family))}, multiples=("y_row",))
+
+
+def _aot_numbers(kind: ProductFormat, family: str, gated: bool = False) -> AotCase:
+    weight = kind.packed(28672, 4096, family, gated)
+    scale = ({} if kind.scale is None else {"s_ptr": POINTERS[kind.scale]}) | _table(kind)
+    constants = dequantize.constants(weight)
+    each = threads({"num_warps": int(str(constants["num_warps"]))}, family)
+    return aot_case(f"dequantize {kind.name}{' gated' * gated}", dequantize.dequantize_kernel,
+                    {"w_ptr": POINTERS[kind.words], "y_ptr": "*bf16", "n": "i32", "magic": "i32", **scale},
+                    {**{key: None for key in ("s_ptr", "table_ptr") if key not in scale}, **constants},
+                    multiples=("n",), wide_loads=max(1, ROWS * kind.bk * kind.bits // 8 // each // 16))
 
 
 def _epilogue(kind: ProductFormat, full: bool, scale: bool) -> dict[str, str]:

@@ -1,0 +1,149 @@
+"""A packed weight as numbers, row by row, for a library's product of many rows.
+
+Our own product decodes a weight again for every 128 rows of activations, and a library's runs at the tensor
+cores' speed. From some hundred rows on it is faster to decode once, into memory that all weights share, and
+to let a library multiply. Numbers are rounded once, to the activations' dtype, and levels of NF4 before that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.epilogue import activated
+from quantkit_kernels.triton.fragment import MAGIC
+from quantkit_kernels.triton.group_scales import fine_at, scales_at
+from quantkit_kernels.triton.matmul import GATES, arguments
+from quantkit_kernels.triton.packed import FLOATS, TritonWeight
+from quantkit_kernels.triton.trellis import ready
+
+TILES = 4
+"""Tiles of a program, one after the other: the next one's words are loaded meanwhile."""
+COLUMNS = 1024
+"""Numbers of a row that one program gates."""
+
+
+@triton.jit
+def dequantize_kernel(w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: tl.tensor, n: tl.tensor, magic: tl.tensor,
+                      table_ptr: tl.tensor, K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr,
+                      TILES: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
+                      MODE: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr, LOWS: tl.constexpr,
+                      MIDDLE: tl.constexpr, BITS: tl.constexpr, RINGS: tl.constexpr, IN_TURN: tl.constexpr,
+                      GATED: tl.constexpr, PER: tl.constexpr) -> None:
+    """PER tiles of 128 rows → ``y [n, K]``. With GATED rows of a gate and of what it opens lie in turn, by
+    eight; in y the gate's come first. The other arguments: see
+    :func:`~quantkit_kernels.triton.matmul.matmul_kernel`."""
+    D: tl.constexpr = y_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    inner = tl.arange(0, 128)
+    if IN_TURN:
+        inner = inner // 8 % 2 * 64 + inner // 16 * 8 + inner % 8
+    stored = block * 128 + inner
+    row, seen = stored, stored < n
+    if GATED:
+        feature = block * 64 + inner // 16 * 8 + inner % 8
+        row, seen = inner // 8 % 2 * (n // 2) + feature, feature < n // 2
+    rk = tl.arange(0, BK)
+    w_here = w_ptr + block.to(tl.int64) * (TILES * WORDS)
+    if not RINGS:
+        w_here += tl.arange(0, WORDS)
+    table = ready(table_ptr, D, MODE) if RINGS else 0
+    first = tl.program_id(1) * PER
+    for i in range(first, tl.minimum(first + PER, TILES)):
+        w = w_here + i * WORDS
+        if not RINGS:
+            w = tl.load(w, eviction_policy="evict_first")
+        s = table if RINGS else w
+        if LAYOUT == "fine":
+            s = fine_at(s_ptr, block.to(tl.int64) * TILES + i, tl.arange(0, WORDS), NPAD, WORDS, BITS, MODE)
+        if GROUP and LAYOUT == "word":
+            s = tl.load(s_ptr + i * BK // GROUP * NPAD + stored)
+            scale, a = DECODE(w, s, magic, D, BK, MODE, WIDE)
+            a = a.to(tl.float32) * scale[:, None]
+        else:
+            _, a = DECODE(w, s, magic, D, BK, MODE, WIDE)
+            if GROUP:
+                scale, low = scales_at(s_ptr, i * BK // GROUP, stored, NPAD, LAYOUT)
+                a = a.to(tl.float32) + MIDDLE
+                a = tl.fma(a, scale[:, None], low[:, None]) if LOWS else a * scale[:, None]
+            elif s_ptr is not None:
+                a = a.to(tl.float32) * tl.load(s_ptr + stored)[:, None]
+        k = i * BK + rk
+        tl.store(y_ptr + row.to(tl.int64)[:, None] * K + k[None, :], a.to(D),
+                 mask=seen[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def gate_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, n: tl.tensor, x_row: tl.tensor, KIND: tl.constexpr,
+                BLOCK: tl.constexpr) -> None:
+    """``x [m, 2 n]``, a gate and what it opens side by side, rows x_row apart → ``y [m, n]``."""
+    index = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seen = column < n
+    gate = tl.load(x_ptr + index * x_row + column, mask=seen, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + index * x_row + n + column, mask=seen, other=0.0).to(tl.float32)
+    tl.store(y_ptr + index * n + column, (activated(gate, KIND) * up).to(y_ptr.dtype.element_ty), mask=seen)
+
+
+def reason_against(w: TritonWeight) -> str | None:
+    """Why a weight isn't made of numbers that a library could multiply; ``None``: it is."""
+    if w.decoder.levels or w.inputs is not None or w.decoder.product is not None:
+        return "it multiplies activations that are rounded for it"
+    return None
+
+
+def dequantize(w: TritonWeight, out: torch.Tensor) -> torch.Tensor:
+    """The weight's numbers, a gate's rows before those that it opens.
+
+    Args:
+        out: bfloat16, float16 or float32 (plain weights: of their dtype), one-dimensional, of at least
+            ``n · k`` numbers, where the result goes.
+
+    Returns:
+        ``[n, k]``, the beginning of ``out``.
+
+    Raises:
+        ValueError: the weight isn't made of numbers, or ``out`` doesn't fit.
+    """
+    reason = reason_against(w)
+    if reason is None and (out.ndim != 1 or out.dtype not in FLOATS or out.numel() < w.n * w.k):
+        reason = f"out must have {w.n} · {w.k} numbers in a row, not {list(out.shape)} {out.dtype}"
+    if reason is not None:
+        raise ValueError(f"the weight isn't dequantized: {reason}")
+    y = out[:w.n * w.k].view(w.n, w.k)
+    grid = (w.words.shape[0], -(-w.words.shape[1] // TILES))
+    dequantize_kernel[grid](w.words, w.scale, y, w.n, MAGIC[out.dtype], w.table, **constants(w))
+    return y
+
+
+def constants(w: TritonWeight) -> dict[str, object]:
+    """Compile-time arguments of the kernel, and how it is launched."""
+    _, every = arguments(w, 1)
+    return {name: value for name, value in every.items() if name in dequantize_kernel.arg_names} | {
+        "GATED": w.gated, "PER": TILES, "num_warps": 4 if w.bk <= 64 else 8}
+
+
+def apply_gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """``act(gate) · up`` in float32, rounded once.
+
+    Args:
+        x: ``[m, 2 n]``: gates, and what they open; any floating dtype.
+        activation: ``silu`` or ``gelu_tanh``.
+
+    Returns:
+        ``[m, n]`` in x's dtype.
+
+    Raises:
+        ValueError: another activation, or an odd number of columns.
+    """
+    m, both = x.shape
+    if activation not in GATES or both % 2:
+        raise ValueError(f"the activation must be {' or '.join(GATES)} of an even number of columns, not "
+                         f"{activation} of {both}")
+    y = x.new_empty(m, both // 2)
+    if m:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        gate_kernel[(m, -(-(both // 2) // COLUMNS))](x, y, both // 2, x.stride(0), KIND=activation,
+                                                     BLOCK=COLUMNS)
+    return y

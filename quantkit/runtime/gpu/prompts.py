@@ -1,0 +1,145 @@
+"""Products of a prompt's rows: a weight is dequantized once, and a library multiplies.
+
+A library adds up a row's products in an order that depends on how many rows there are, and may depend on
+where the row stands. So rows are padded to a few sizes, and of these only the ones are used that give a row
+the same bits, wherever it stands: that is tried out with each shape of weights when it is first multiplied. A
+weight for which no size does is multiplied by our kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.packed import TritonWeight
+
+USUAL = 512
+"""Rows of the size that the others are compared with."""
+SIZES = (128, USUAL, 2048)
+"""Rows that go through a library's product at once."""
+_ELSEWHERE = 37
+"""Rows by which others are moved, to see whether their place makes a difference: no tile's size divides
+it."""
+
+
+class PromptProducts:
+    """Multiplies a prompt's rows, however many there are, so that a row's bits depend on nothing else.
+
+    Args:
+        numbers: of the largest weight that is dequantized; memory for these is taken at once.
+        dtype, device: of activations and of the dequantized weight.
+    """
+
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._scratch = torch.empty(numbers, dtype=dtype, device=device)
+        self._proven: dict[tuple[int, int, bool, bool], tuple[int, ...]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._scratch.numel() * self._scratch.element_size()
+
+    def multiply(self, x: torch.Tensor, w: TritonWeight, *, bias: torch.Tensor | None = None,
+                 residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
+                 gated: str | None = None) -> torch.Tensor | None:
+        """``y = x Wᵀ`` and what follows, see :func:`quantkit_kernels.triton.matmul.multiply`; it is rounded
+        before the bias's neighbor is added where there are both, and before a gate opens.
+
+        Returns:
+            ``[m, outputs]``; ``None`` if a library can't multiply this weight.
+        """
+        from quantkit_kernels.triton import dequantize
+
+        if dequantize.reason_against(w) is not None or w.n * w.k > self._scratch.numel():
+            return None
+        weight = dequantize.dequantize(w, self._scratch).T
+        key = w.n, w.k, bias is not None, residual is not None
+        with _whole_sums():
+            if key not in self._proven:
+                self._proven[key] = _proven_sizes(weight, bias, residual is not None)
+            if not (sizes := self._proven[key]):
+                return None
+            y = _padded_product(x, weight, bias, residual, sizes)
+        if gated is not None:
+            return dequantize.apply_gate(y, gated)
+        return y if out is None else out.copy_(y)
+
+
+def _padded_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    residual: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor:
+    """``x [m, k]`` by ``weight [k, n]``, in portions of these sizes."""
+    m = len(x)
+    portions = list(_portions(m, sizes))
+    rows = sum(portions)
+    if rows > m:
+        x = pad(x, (0, 0, 0, rows - m))
+        residual = None if residual is None else pad(residual, (0, 0, 0, rows - m))
+    y = x.new_empty(rows, weight.shape[1])
+    start = 0
+    for size in portions:
+        here = slice(start, start + size)
+        _product(x[here], weight, bias, None if residual is None else residual[here], y[here])
+        start += size
+    return y[:m]
+
+
+def _portions(m: int, sizes: tuple[int, ...]) -> Iterator[int]:
+    """Sizes that together have room for m rows; one that is twice as large as needed, rather than several."""
+    while m > 0:
+        size = max((size for size in sizes if size <= m), default=min(sizes))
+        above = min((size for size in sizes if size >= m), default=size)
+        size = above if above < 2 * m else size
+        yield size
+        m -= size
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+             out: torch.Tensor) -> None:
+    added = bias if residual is None else residual
+    if added is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(added, x, weight, out=out)
+    if bias is not None and residual is not None:
+        out += bias
+
+
+def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None, has_residual: bool) -> tuple[int, ...]:
+    """The sizes at which a row has the bits that it has among :data:`USUAL`, wherever it stands."""
+    k, n = weight.shape
+    largest = max(SIZES)
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def drawn(columns: int) -> torch.Tensor:
+        return torch.randn(largest, columns, generator=generator, dtype=weight.dtype, device=weight.device)
+
+    x, residual = drawn(k), drawn(n) if has_residual else None
+
+    def product(size: int, moved: int) -> torch.Tensor:
+        """The first rows, each from ``moved`` places further down."""
+        order = (torch.arange(size, device=weight.device) - moved) % size
+        out = x.new_empty(size, n)
+        _product(x[order], weight, bias, None if residual is None else residual[order], out)
+        return out.roll(-moved, 0)
+
+    usual = product(USUAL, 0)
+    first = min(SIZES)
+    return tuple(size for size in SIZES if (size == USUAL or torch.equal(
+        product(size, 0)[:first], usual[:first])) and torch.equal(
+        product(size, _ELSEWHERE)[:first], usual[:first]))
+
+
+@contextmanager
+def _whole_sums() -> Iterator[None]:
+    """Partial sums of 16 bits, which torch allows by default, aren't as exact as ours."""
+    of = torch.backends.cuda.matmul
+    before = of.allow_bf16_reduced_precision_reduction, of.allow_fp16_reduced_precision_reduction
+    of.allow_bf16_reduced_precision_reduction = of.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        of.allow_bf16_reduced_precision_reduction, of.allow_fp16_reduced_precision_reduction = before

@@ -1,0 +1,154 @@
+"""A prompt's rows by a library's products of dequantized weights: right, and alike in any company."""
+
+import pytest
+import torch
+
+from quantkit.evaluation.speed.decoding import keep_pages
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import parse_kv
+from quantkit.ops import gpu
+from quantkit.runtime.gpu import graphs, prompts
+from quantkit.runtime.gpu.prompts import SIZES, USUAL, PromptProducts
+from quantkit.runtime.loader import load
+from quantkit.runtime.memory import scratch
+from quantkit.testing import tiny_model
+from quantkit_kernels.triton import w4a16
+from quantkit_kernels.triton.matmul import multiply
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+         "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the kernels run on it instead")
+    monkeypatch.setattr(gpu, "SIMULATE", True)
+
+
+def packed(n=96, k=160, gated=False):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scale = 0.01 + torch.rand(n, k // 32, generator=generator) / 100
+    exact = (codes.double() - 8) * scale.double().repeat_interleave(32, 1)
+    return w4a16.pack(codes, scale, gated=gated), exact
+
+
+def products(numbers=96 * 160):
+    return PromptProducts(numbers, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("m", "sizes", "portions"), [
+    (1, SIZES, [128]), (128, SIZES, [128]), (300, SIZES, [512]), (700, SIZES, [512, 128, 128]),
+    (1024, SIZES, [512] * 2), (1100, SIZES, [2048]), (2048, SIZES, [2048]), (5, (512,), [512]),
+    (2048, (512,), [512] * 4)])
+def test_portions_have_room_for_all_rows(m, sizes, portions):
+    found = list(prompts._portions(m, sizes))
+    assert found == portions and sum(found) >= m
+
+
+@pytest.mark.parametrize("has", [(), ("bias",), ("residual",), ("bias", "residual")])
+def test_products_are_those_of_our_kernels(has):
+    w, exact = packed()
+    x = torch.randn(131, 160)
+    added = {"bias": torch.randn(96), "residual": torch.randn(131, 96)}
+    options = {name: added[name] for name in has}
+    y = products().multiply(x, w, **options)
+    wanted = x.double() @ exact.T + sum(value.double() for value in options.values())
+    ours = multiply(x, w, **options)
+    assert (y - wanted).abs().max() <= 4 * max((ours - wanted).abs().max(), 1e-6)
+    out = torch.empty(131, 100)[:, :96]
+    assert products().multiply(x, w, out=out, **options) is out and torch.equal(out, y)
+
+
+def test_gates_open_afterwards():
+    w, exact = packed(gated=True)
+    x = torch.randn(3, 160)
+    gate, up = (x.double() @ exact.T).chunk(2, 1)
+    y = products().multiply(x, w, gated="silu")
+    assert torch.allclose(y.double(), torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands():
+    """Also where a library gives it others by the number of rows, or by its place."""
+    w, _ = packed()
+    x, multiplies = torch.randn(700, 160), products()
+    alone = multiplies.multiply(x[:1], w)
+    for rows in (2, 128, 129, 600, 700):
+        assert torch.equal(multiplies.multiply(x[:rows], w)[:1], alone)
+        assert torch.equal(multiplies.multiply(x[:rows].flip(0), w)[-1:], alone)
+
+
+def test_sizes_that_give_a_row_other_bits_are_not_used(monkeypatch):
+    w, _ = packed()
+    product = prompts._product
+
+    def by_size(x, weight, bias, residual, out):
+        product(x, weight, bias, residual, out)
+        if len(x) != USUAL:
+            out *= 1 + 2.0**-20
+
+    monkeypatch.setattr(prompts, "_product", by_size)
+    multiplies = products()
+    assert multiplies.multiply(torch.randn(4, 160), w) is not None
+    assert set(multiplies._proven.values()) == {(USUAL,)}
+
+    def by_place(x, weight, bias, residual, out):
+        product(x, weight, bias, residual, out)
+        out[1::2] *= 1 + 2.0**-20
+
+    monkeypatch.setattr(prompts, "_product", by_place)
+    assert products().multiply(torch.randn(4, 160), w) is None  # our kernels do it then
+
+
+def test_a_weight_that_has_no_room_is_left_to_our_kernels():
+    assert products(96 * 160 - 1).multiply(torch.randn(4, 160), packed()[0]) is None
+
+
+@torch.inference_mode()
+def test_a_graph_has_the_bits_of_single_operations(tmp_path, monkeypatch):
+    """The first portion of a size goes operation by operation; the next ones are graphs, padded with tokens
+    that are nobody's, of several sequences too."""
+    loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
+    cache = KVCache(loaded.config, parse_kv("int8"), loaded.dtype, loaded.model.device)
+    ids = torch.randint(4, 300, (60,), generator=torch.Generator().manual_seed(0))
+
+    def read(*counts):
+        rows = [cache.add() for _ in counts]
+        logits = loaded.model.forward([ids[:count].tolist() for count in counts],
+                                      Batch(cache, rows, "prefill_end"), [1] * len(counts))
+        return logits
+
+    keep_pages(cache, 8, 64)  # so that nothing moves
+    made, sizes = graphs.PromptGraphs._made, []
+    monkeypatch.setattr(graphs.PromptGraphs, "_made",
+                        lambda self, run, size: sizes.append(size) or made(self, run, size))
+    first = read(60)
+    assert not sizes
+    again, several = read(60), read(60, 17, 40)
+    assert sizes == [128]
+    assert torch.equal(first, again) and torch.equal(several[:1], first)
+    assert torch.equal(several[1:2], read(17))
+
+
+@torch.inference_mode()
+def test_decoded_tokens_are_multiplied_by_our_kernels(tmp_path, monkeypatch):
+    """One by one, and those that a request had written before it gave up its pages."""
+    loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
+    cache = KVCache(loaded.config, parse_kv("none"), loaded.dtype, loaded.model.device)
+    calls = []
+    monkeypatch.setattr(PromptProducts, "multiply", lambda self, x, w, **options: calls.append(len(x)))
+    row = cache.add()
+    loaded.model(torch.tensor([[5, 6, 7]]), cache=Batch(cache, [row], "prefill_end"))
+    assert set(calls) == {3}
+    calls.clear()
+    loaded.model(torch.tensor([[8]]), cache=Batch(cache, [row], "decode"))
+    loaded.model(torch.tensor([[9, 10]]), cache=Batch(cache, [row], "decode"))
+    assert calls == []
+
+
+def test_its_memory_is_known_before(tmp_path):
+    loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
+    taken = loaded.model._program.prompts.nbytes
+    assert taken == scratch.dequantized_bytes(loaded.config, loaded.dtype)
