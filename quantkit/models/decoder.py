@@ -77,7 +77,7 @@ class CausalLM:
         dtype: the dtype of plain weights, hidden states and logits.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows, runs_ahead, supports_mixed_batches, decode_matches_prefill: as
+        decode_rows, runs_ahead, supports_mixed_batches, supports_batched_prefill, decode_matches_prefill: as
             :class:`~quantkit.models.interfaces.LanguageModel` says.
 
     Raises:
@@ -86,7 +86,7 @@ class CausalLM:
 
     decode_rows = DECODE_ROWS
     runs_ahead = False
-    supports_mixed_batches = False
+    supports_mixed_batches = supports_batched_prefill = False
     decode_matches_prefill = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -101,6 +101,9 @@ class CausalLM:
 
     def check_cache(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
+
+    def warm_up(self, cache: KVCacheProtocol, sequences: int) -> None:
+        """Nothing takes longer the first time."""
 
     def prepare(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations need nothing."""

@@ -24,6 +24,7 @@ class LanguageModel(Protocol):
             caches for which the model is :meth:`chunk_invariant`.
         supports_mixed_batches: whether :meth:`forward` takes prompts and decoding sequences together, without
             an effect on each other, with caches for which the model is :meth:`chunk_invariant`.
+        supports_batched_prefill: whether it takes several prompts together so.
     """
 
     config: ModelConfig
@@ -33,6 +34,7 @@ class LanguageModel(Protocol):
     runs_ahead: bool
     decode_matches_prefill: bool
     supports_mixed_batches: bool
+    supports_batched_prefill: bool
 
     def check_cache(self, cache: Any) -> None:
         """Raises UsageError: the model can't be run with such a KVCache."""
@@ -40,6 +42,10 @@ class LanguageModel(Protocol):
     def prepare(self, cache: Any) -> None:
         """Make ready what steps over such a KVCache need, if anything takes time. May be called while another
         thread runs the model."""
+
+    def warm_up(self, cache: Any, sequences: int) -> None:
+        """Do what the first steps of up to ``sequences`` sequences of this KVCache would otherwise do, on the
+        thread that runs the model, before anything is in the cache."""
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:

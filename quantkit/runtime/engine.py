@@ -306,6 +306,8 @@ class Engine:
         scheduler = self._scheduler
         if self.loaded.model.device.type == "cuda":
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
+        with self._lock, torch.inference_mode():
+            self.loaded.model.warm_up(self.cache, self._max_batch)
         while not scheduler.closed:
             try:
                 with self._lock:

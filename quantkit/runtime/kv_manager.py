@@ -99,6 +99,7 @@ class KVCacheManager:
         prefixes: keeps texts that were read; ``None``: nothing is kept.
         invariant: whether a text gives the same bits however it is cut into chunks.
         supports_mixed_batches: whether prompts and decoding requests go through the model together.
+        supports_batched_prefill: whether several prompts do.
         needs_own_last_chunk: whether the last chunk of a prompt goes through the model by itself, because its
             policy then has work to do.
         one_prompt: whether one prompt is read at a time.
@@ -120,6 +121,7 @@ class KVCacheManager:
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
         self.invariant = model.chunk_invariant(cache)
         self.supports_mixed_batches = model.supports_mixed_batches and self.invariant
+        self.supports_batched_prefill = model.supports_batched_prefill and self.invariant
         # an answer is as if it had been read
         self._one_text = model.decode_matches_prefill and self.invariant
         self.drafts = self.supports_mixed_batches and self._one_text

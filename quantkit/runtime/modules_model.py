@@ -44,7 +44,7 @@ class ModulesModel:
     """
 
     decode_rows = 1
-    runs_ahead = decode_matches_prefill = supports_mixed_batches = False
+    runs_ahead = decode_matches_prefill = supports_mixed_batches = supports_batched_prefill = False
 
     def __init__(self, modules: Modules, config: ModelConfig, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -57,6 +57,9 @@ class ModulesModel:
                          why=f"{library()} reads its texts, to be scored", next="vllm serve MODEL")
 
     def prepare(self, cache: Any) -> None:
+        self.check_cache(cache)
+
+    def warm_up(self, cache: Any, sequences: int) -> None:
         self.check_cache(cache)
 
     def chunk_invariant(self, cache: Any) -> bool:

@@ -46,8 +46,8 @@ class ModelRunner:
 
     def run(self, step: StepPlan, decode: Sequence[Request], awaited: bool,
             drafts: Mapping[int, list[int]] = MappingProxyType({})) -> StepOutput:
-        """Take a step's chunks through the model, and a token of each request in ``decode``, which all keep
-        their keys and values where steps are mixed.
+        """Take a step's chunks through the model, together where several prompts may go, and a token of each
+        request in ``decode``, which all keep their keys and values where steps are mixed.
 
         Args:
             step: the chunks, or the policy that goes on.
@@ -81,7 +81,9 @@ class ModelRunner:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
         text, manager = request.kv, request.kv.manager
         ends = text.computed_tokens < len(text.prompt) == end
-        return (not manager.supports_mixed_batches or request.fault.isolated or not text.reuses_prefix
+        again = text.computed_tokens >= len(text.prompt)  # it decodes what it had before it was preempted
+        return (not manager.supports_batched_prefill or (again and not manager.supports_mixed_batches)
+                or request.fault.isolated or not text.reuses_prefix
                 or (ends and manager.needs_own_last_chunk))
 
     def _phase(self, request: Request, end: int) -> Phase:

@@ -177,7 +177,7 @@ class Scheduler:
             return step
         budget = max(1, min(budget, self._chunk - len(step.decode)))
         for request in self._reading():
-            alone = request.fault.isolated or not request.kv.manager.supports_mixed_batches
+            alone = request.fault.isolated or not request.kv.manager.supports_batched_prefill
             if budget <= 0 or (step.chunks and alone):
                 budget = 0
                 continue

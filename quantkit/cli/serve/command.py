@@ -68,8 +68,8 @@ MAX_KEYS = 2**16
                    "this machine, whose cores they share; on GPUs one each. A conversation stays with the "
                    "replica that has read it.")
 @overcommit_option
-@click.option("--max-batch", type=click.IntRange(min=1), default=16, show_default=True,
-              help="Largest number of sequences that run side by side.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=None,
+              help="Largest number of sequences that run side by side. By default 16, and 64 on a GPU.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
               help="Largest number of waiting requests; others are told to try again.")
 @click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs",
@@ -106,7 +106,7 @@ MAX_KEYS = 2**16
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            draft: str, replicas: int | None, overcommit: bool, max_batch: int, max_queue: int,
+            draft: str, replicas: int | None, overcommit: bool, max_batch: int | None, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
             strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, random: str | None,
             trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
@@ -138,8 +138,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     parse_drafter(draft)
     if random not in (None, "none"):
         load_recipe(random)
-    if replicas is None:
-        find_device(device)
+    on_gpu = replicas is None and find_device(device).type == "cuda"
+    max_batch = max_batch or (64 if on_gpu else 16)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
                              scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,

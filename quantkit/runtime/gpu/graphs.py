@@ -3,6 +3,7 @@ a few numbers of tokens."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,19 +75,9 @@ class GraphCache:
         Returns:
             Logits ``[n, vocab]``, valid until the next call.
         """
-        if valid != self._valid:
-            self._graphs = {}
-            self._valid = valid
-            self._pool = None
         size = next(size for size in BATCHES if size >= len(rows))
-        if size > len(self._logits):
-            self._graphs, self._pool = {}, None
-            self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
-                                       dtype=self._logits.dtype, device=self._device)
-        key = size, slots_of(longest, self._limit)
-        if key not in self._graphs:
-            self._graphs[key] = self._made(run, *key)
-        graph = self._graphs[key]
+        self._make_room(size, valid)
+        graph = self._graph(run, size, slots_of(longest, self._limit))
         if rows != graph.rows:
             whose = torch.tensor([*rows, *[-1] * (size - len(rows))], dtype=torch.int32)
             graph.step.rows[:, 0].copy_(gpu.sent(whose, self._device))
@@ -98,11 +89,33 @@ class GraphCache:
             graph.replay()
         return self._logits[:len(rows)]
 
-    def _made(self, run: Run, size: int, longest: int) -> _Graph:
-        ids, step = _nobodys(size, self._device, longest)
-        out = self._logits[:size]
-        replay, self._pool = _captured(lambda: run(ids, step, out), self._device, self._pool)
-        return _Graph(ids, step, replay)
+    def warm_up(self, run: Run, sequences: int, valid: object) -> None:
+        """Capture the steps of up to so many sequences, of any length."""
+        sizes = [size for size, below in zip(BATCHES, (0, *BATCHES)) if below < sequences]
+        self._make_room(sizes[-1], valid)
+        for size in reversed(sizes):  # the largest first, whose memory the others share
+            for doublings in itertools.count():
+                slots = slots_of(SLOTS << doublings, self._limit)
+                self._graph(run, size, min(slots, self._limit))
+                if slots >= self._limit:
+                    break
+
+    def _make_room(self, size: int, valid: object) -> None:
+        """Forget graphs whose memory moved, and have room for the logits of so many sequences."""
+        if valid != self._valid:
+            self._graphs, self._valid, self._pool = {}, valid, None
+        if size > len(self._logits):
+            self._graphs, self._pool = {}, None
+            self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
+                                       dtype=self._logits.dtype, device=self._device)
+
+    def _graph(self, run: Run, size: int, longest: int) -> _Graph:
+        if (size, longest) not in self._graphs:
+            ids, step = _nobodys(size, self._device, longest)
+            out = self._logits[:size]
+            replay, self._pool = _captured(lambda: run(ids, step, out), self._device, self._pool)
+            self._graphs[size, longest] = _Graph(ids, step, replay)
+        return self._graphs[size, longest]
 
 
 PORTIONS = (128, 512, 1024, 2048)
@@ -154,14 +167,13 @@ class PromptGraphs:
             the first time that one would do.
         """
         size = next((size for size in PORTIONS if size >= len(ids)), 0)
-        if len(tiles) > size // self._tokens + SEQUENCES:
+        if not size or len(tiles) > size // self._tokens + SEQUENCES:
             return None
-        if valid != self._valid:
-            self._graphs, self._valid, self._pool = {}, valid, None
+        self._forget_what_moved(valid)
         if size not in self._graphs:  # a cache that grows may move before such a portion comes again
             self._graphs[size] = None
             return None
-        graph = self._graphs[size] = self._graphs[size] or self._made(run, size)
+        graph = self._graph(run, size)
         graph.ids[:len(ids)].copy_(ids)
         graph.step.rows.copy_(gpu.sent(_filled(rows, size, -1), self._device))
         graph.tiles.copy_(gpu.sent(_filled(tiles, len(graph.tiles), 0), self._device))
@@ -171,12 +183,25 @@ class PromptGraphs:
             graph.replay()
         return graph.out[:len(ids)]
 
-    def _made(self, run: RunPrompt, size: int) -> _PromptGraph:
-        ids, step = _nobodys(size, self._device, 1)
-        tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
-        out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
-        replay, self._pool = _captured(lambda: run(ids, step, tiles, out), self._device, self._pool)
-        return _PromptGraph(ids, step, tiles, out, replay)
+    def warm_up(self, run: RunPrompt, valid: object) -> None:
+        """Capture the steps of all sizes."""
+        self._forget_what_moved(valid)
+        for size in reversed(PORTIONS):
+            self._graph(run, size)
+
+    def _forget_what_moved(self, valid: object) -> None:
+        if valid != self._valid:
+            self._graphs, self._valid, self._pool = {}, valid, None
+
+    def _graph(self, run: RunPrompt, size: int) -> _PromptGraph:
+        graph = self._graphs.get(size)
+        if graph is None:
+            ids, step = _nobodys(size, self._device, 1)
+            tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
+            out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
+            replay, self._pool = _captured(lambda: run(ids, step, tiles, out), self._device, self._pool)
+            graph = self._graphs[size] = _PromptGraph(ids, step, tiles, out, replay)
+        return graph
 
 
 def _nobodys(size: int, device: torch.device, longest: int) -> tuple[torch.Tensor, StepTokens]:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, StepTokens
 
 
+MOST_ANGLES = 1 << 17
+"""Positions whose rotation is worked out before any text is as long, at most."""
+
+
 def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    quantized: Mapping[str, QuantizedTensor]) -> str | None:
     """Why a model isn't run by these kernels there; ``None`` if it is.
@@ -80,6 +84,14 @@ class _CacheOnDevice:
             self._pages, self._pages_now = self._program.pages(self._cache), self._cache.move_counter.count
         return self._pages
 
+    def warm_up(self, sequences: int) -> None:
+        """Capture all graphs, with tables that needn't move for so many sequences."""
+        longest = self._cache.config.max_position_embeddings
+        self.tables.make_room(sequences, longest)
+        self._program.make_angles(min(longest, MOST_ANGLES))
+        self._graphs.warm_up(self._step, min(sequences, BATCHES[-1]), self._valid)
+        self._prompt_graphs.warm_up(self._prompt_step, self._valid)
+
     def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
         """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
         rows = self.tables.place(batch.numbers, batch.sequences, [1] * len(batch.sequences))
@@ -112,7 +124,7 @@ class _CacheOnDevice:
     def prefill(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                 slices: Sequence[RowSlice]) -> torch.Tensor:
         """``ids`` of each row, int64 ``[T]`` → what the last layer leaves of the slices, ``[N, hidden]``,
-        valid until the next call."""
+        valid until the next call. Raises ValueError: some decode, and others are read."""
         from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
@@ -125,10 +137,13 @@ class _CacheOnDevice:
         tiles = np.array(tiles_of(rows, counts, self._program.group), np.int32)
         flat = torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
         phases = [batch.phases[part.sequence] for part in slices]
+        decodes = "decode" in phases
+        if decodes and set(phases) != {"decode"}:
+            raise ValueError("decoded tokens are multiplied by other kernels than a prompt's")
         tracks = any(state.query_window is not None for state in states)
         query_rows: list[torch.Tensor] = []
         x = None
-        if not tracks and "decode" not in phases:
+        if not tracks and not decodes:
             x = self._prompt_graphs(self._prompt_step, flat, whose, tiles, self._valid)
         if x is None:
             device = self._program.device
@@ -136,7 +151,7 @@ class _CacheOnDevice:
             step = StepTokens(gpu.sent(torch.from_numpy(whose), device), longest)
             x = self._program.run(flat, step, self.tables.tables, self.pages, self._cache,
                                   gpu.sent(torch.from_numpy(tiles), device), query_rows if tracks else None,
-                                  None if "decode" in phases else self._program.prompts)
+                                  None if decodes else self._program.prompts)
         for part in slices:
             batch.advance(part.sequence, part.count)
         for layer, q in enumerate(query_rows):
@@ -163,6 +178,7 @@ class GpuModel(ProgramModel):
     decode_rows = BATCHES[-1]
     runs_ahead = True
     supports_mixed_batches = False
+    supports_batched_prefill = True
     decode_matches_prefill = False  # decoding sums attention over splits, a prompt's chunk in one go
 
     def __init__(self, model: CausalLM, device: torch.device,
@@ -205,7 +221,13 @@ class GpuModel(ProgramModel):
                              next="give --kv int8, or run the model with --device cpu")
 
     def prepare(self, cache: KVCache) -> None:
-        """Kernels are compiled when they are first launched."""
+        """Kernels are compiled, and steps captured, by the thread that runs the model."""
+
+    def warm_up(self, cache: KVCache, sequences: int) -> None:
+        """Capture the graphs of all steps, which compiles their kernels. The interpreter has none."""
+        if self.device.type == "cuda" and self.reason_against(cache) is None:
+            with self.on_device():
+                self._on_device(cache).warm_up(sequences)
 
     def chunk_invariant(self, cache: KVCache) -> bool:
         return True

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.sequence import PageTable, SequenceState
 from quantkit.ops import gpu
 from quantkit.runtime.memory.kv import LOOKAHEAD
-from quantkit.runtime.memory.scratch import TABLE_WIDTH, table_size
+from quantkit.runtime.memory.scratch import TABLE_WIDTH, residual_table_size, table_size
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import SequenceTables
@@ -54,6 +55,15 @@ class DeviceTables:
         self._rows: dict[int, _Row] = {}
         self.moves = 0
         self.tables = self._made(ROWS, TABLE_WIDTH, TABLE_WIDTH)
+
+    def make_room(self, sequences: int, tokens: int) -> None:
+        """Room for so many sequences of so many tokens, so that the tables needn't move later."""
+        width = table_size(-(-tokens // PAGE))
+        waiting = residual_table_size(self._cache) if self._cache.has_residual else TABLE_WIDTH
+        self.tables = self._made(table_size(sequences + 1), width, waiting)
+        self.moves += 1
+        for row in self._rows.values():
+            row.table = None
 
     def place(self, numbers: Sequence[int], states: Sequence[SequenceState],
               counts: Sequence[int]) -> list[int]:

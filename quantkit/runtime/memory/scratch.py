@@ -186,13 +186,19 @@ def table_size(entries: int) -> int:
     return max(TABLE_WIDTH, 1 << (entries - 1).bit_length())
 
 
+def residual_table_size(cache: KVCache) -> int:
+    """Pages of vectors that wait for their codes for which a GPU's tables come to have room, while a prompt's
+    portion is read."""
+    codecs = cache.codecs
+    return table_size(-(-(codecs.first + codecs.residual_length + prompt_portion(cache)) // PAGE) + 1)
+
+
 def gpu_table_bytes(cache: KVCache, sequences: int, context: int) -> int:
     """What a GPU's tables of so many sequences, and of one that policies try things with, take, one of them
     of ``context`` tokens; half of it once more while they grow."""
     entries = table_size(-(-context // PAGE)) + 1
     if cache.has_residual:
-        residual = -(-(cache.codecs.first + cache.codecs.residual_length) // PAGE)
-        entries += table_size(residual + TABLE_WIDTH) + 1
+        entries += residual_table_size(cache) + 1
     return 4 * table_size(sequences + 1) * len(cache.layers) * cache.heads * entries * 3 // 2
 
 

@@ -204,8 +204,9 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
     cache = KVCache(load(str(folder)).config, parse_kv(kv), torch.float32)
     tables = DeviceTables(cache)
     rows = [cache.add(4000) for _ in range(20)]
-    for row, count in zip(rows, (4000, *[10] * 19)):
+    for row, count in (*[(rows[0], 500)] * 8, *((row, 10) for row in rows[1:])):
         tables.place([row], [cache.sequence(row)], [count])
+        cache.advance(cache.sequence(row), count)
     held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "residual", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
     assert taken <= scratch.gpu_table_bytes(cache, 20, 4000) < 3 * taken

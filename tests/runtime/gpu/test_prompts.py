@@ -8,10 +8,12 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.ops import gpu
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import graphs, prompts
 from quantkit.runtime.gpu.prompts import SIZES, USUAL, PromptProducts
 from quantkit.runtime.loader import load
 from quantkit.runtime.memory import scratch
+from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 from quantkit_kernels.triton import w4a16
 from quantkit_kernels.triton.matmul import multiply
@@ -121,13 +123,13 @@ def test_a_graph_has_the_bits_of_single_operations(tmp_path, monkeypatch):
         return logits
 
     keep_pages(cache, 8, 64)  # so that nothing moves
-    made, sizes = graphs.PromptGraphs._made, []
-    monkeypatch.setattr(graphs.PromptGraphs, "_made",
+    made, sizes = graphs.PromptGraphs._graph, []
+    monkeypatch.setattr(graphs.PromptGraphs, "_graph",
                         lambda self, run, size: sizes.append(size) or made(self, run, size))
     first = read(60)
     assert not sizes
     again, several = read(60), read(60, 17, 40)
-    assert sizes == [128]
+    assert sizes == [128, 128]
     assert torch.equal(first, again) and torch.equal(several[:1], first)
     assert torch.equal(several[1:2], read(17))
 
@@ -152,3 +154,44 @@ def test_its_memory_is_known_before(tmp_path):
     loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
     taken = loaded.model._program.prompts.nbytes
     assert taken == scratch.dequantized_bytes(loaded.config, loaded.dtype)
+
+
+@torch.inference_mode()
+def test_what_is_captured_at_the_start_serves_for_all_steps(tmp_path, monkeypatch):
+    """Of any number of sequences, whatever they hold: nothing moves that a graph reads."""
+    monkeypatch.setattr(graphs, "PORTIONS", (16, 128))
+    loaded = load(str(tiny_model(tmp_path / "m", **SMALL, max_position_embeddings=128)))
+    engine = Engine(loaded, kv=parse_kv("int4"), max_batch=3, memory=1 << 20)
+    on_device = loaded.model._on_device(engine.cache)
+    on_device.warm_up(3)
+    decoding, prompts_of = dict(on_device._graphs._graphs), dict(on_device._prompt_graphs._graphs)
+    assert {size for size, _ in decoding} == {1, 2, 4} and set(prompts_of) == {16, 128}
+    for count in (100, 3, 17):
+        engine.submit(list(range(4, 4 + count)), Sampling(max_tokens=6, ignore_eos=True))
+    while engine.step():
+        pass
+    assert on_device._graphs._graphs == decoding and on_device._prompt_graphs._graphs == prompts_of
+
+
+def test_several_prompts_go_through_the_model_at_once(tmp_path, monkeypatch):
+    loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
+    prompts_of = [list(range(4, 4 + count)) for count in (30, 5, 12)]
+
+    def answers(together):
+        engine, steps = Engine(loaded, max_batch=3), 0
+        submitted = []
+        for prompt in prompts_of:
+            submitted.append(engine.submit(prompt, Sampling(max_tokens=3, ignore_eos=True)))
+            while not together and engine.step():
+                pass
+        while engine.step():
+            steps += 1
+        return [request.result.token_ids for request in submitted], engine.stats()["steps"]
+
+    calls, forward = [], type(loaded.model).forward
+    monkeypatch.setattr(type(loaded.model), "forward", lambda self, tokens, batch, wanted: (
+        calls.append(len(tokens)), forward(self, tokens, batch, wanted))[1])
+    together, fewer = answers(True)
+    assert calls == [3]
+    alone, more = answers(False)
+    assert together == alone and fewer < more
