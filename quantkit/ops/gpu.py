@@ -27,6 +27,8 @@ def reason_against(device: str, dtype: torch.dtype) -> str | None:
         return "triton is not installed"
     if device == "cuda" and (capability := _capability()) is not None and capability < OLDEST:
         return "needs a GPU of compute capability {}.{} or newer, not {}.{}".format(*OLDEST, *capability)
+    if device == "cuda" and (amd := _amd()) is not None and not amd.startswith("gfx9"):
+        return f"is made for AMD's CDNA GPUs (gfx9…), not {amd}, which has other matrix instructions"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"computes in float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if SIMULATE and device == "cpu" and dtype == torch.bfloat16:
@@ -59,6 +61,13 @@ def _capability() -> tuple[int, int] | None:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability()
+
+
+def _amd() -> str | None:
+    """What AMD calls the current GPU; ``None`` if it isn't one of theirs."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
 
 
 @functools.cache

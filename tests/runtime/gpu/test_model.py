@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,6 +264,17 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert gpu.reason_against("cuda", torch.bfloat16) == reason
+
+
+@pytest.mark.parametrize(("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx1100", False),
+                                             ("gfx1201", False)])
+def test_amds_other_gpus_are_told_apart(monkeypatch, arch, taken):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    reason = gpu.reason_against("cuda", torch.bfloat16)
+    assert reason is None if taken else f"not {arch}" in reason
 
 
 @pytest.mark.parametrize(("change", "words"), [
