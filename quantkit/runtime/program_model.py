@@ -176,7 +176,7 @@ def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = Mapping
     Args:
         also: further features that no kernel of this device computes, and whether the model has them.
     """
-    has = {"mixtures of experts": config.experts is not None, "attention sinks": config.attention_sinks,
+    has = {"attention sinks": config.attention_sinks,
            "clamped activations": config.activation == "clamped_silu", **also,
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
            "a rotation of parts of a head": config.rope.partial != 1.0}

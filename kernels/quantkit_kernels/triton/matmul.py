@@ -43,13 +43,14 @@ GATES = ("silu", "gelu_tanh")
 def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
                   r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, x_row: tl.tensor,
                   r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor, table_ptr: tl.tensor,
-                  K: tl.constexpr, BM: tl.constexpr,
+                  tile_ptr: tl.tensor, order_ptr: tl.tensor, K: tl.constexpr, BM: tl.constexpr,
                   BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
                   SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
                   MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
                   UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr, LAYOUT: tl.constexpr,
                   LOWS: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr,
-                  RINGS: tl.constexpr, IN_TURN: tl.constexpr) -> None:
+                  RINGS: tl.constexpr, IN_TURN: tl.constexpr, BLOCKS: tl.constexpr,
+                  CHOSEN: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
@@ -57,26 +58,41 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
     tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum. FRESH: see
     :func:`sums_tiles_apart`. LAYOUT: of s, with LOWS if it has minima, of what is MIDDLE more than numbers.
     RINGS: see :mod:`~quantkit_kernels.triton.trellis`. IN_TURN: the halves of a tile's rows lie in turn, by
-    eight rows.
+    eight rows. tile, order, with BLOCKS of an expert and as many experts CHOSEN for a row of x: see
+    :mod:`~quantkit_kernels.triton.experts`; then m is the number of pairs, and y has a row for each.
     """
     inner = tl.arange(0, 128)
     if IN_TURN:
         inner = inner // 8 % 2 * 64 + inner // 16 * 8 + inner % 8
-    rn = tl.program_id(0) * 128 + inner
+    block = tl.program_id(0)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    rx, scale_ptr, bias_ptr = rm, s_ptr, b_ptr
+    if tile_ptr is not None:
+        tile_ptr += 3 * tl.program_id(1)
+        expert, begin, count = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+        if count == 0:
+            return
+        rm = tl.load(order_ptr + begin + tl.arange(0, BM), mask=tl.arange(0, BM) < count, other=m)
+        rx = rm // CHOSEN
+        block += expert * BLOCKS
+        if s_ptr is not None:
+            scale_ptr += expert * (BLOCKS * 128)
+        if b_ptr is not None:
+            bias_ptr += expert * (n if GATED is None else 2 * n)
+    rn = block * 128 + inner
     rk = tl.arange(0, BK)
     first = tl.program_id(2) * PER if SPLIT else 0
     last = tl.minimum(first + PER, TILES) if SPLIT else TILES
     SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.is_int8() else tl.float32
     # a segment's sum joins the others as soon as it is complete; whole numbers needn't be kept apart
     APART: tl.constexpr = not SPLIT and TILES > PER and SUM.is_floating()
-    x_here = x_ptr + rm.to(tl.int64)[None, :] * x_row
-    w_here = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS)
+    x_here = x_ptr + rx.to(tl.int64)[None, :] * x_row
+    w_here = w_ptr + block.to(tl.int64) * (TILES * WORDS)
     if not RINGS:
         w_here += tl.arange(0, WORDS)
     if PDL:
         let_next_begin()
-        start = w_ptr + (tl.program_id(0).to(tl.int64) * TILES + first) * WORDS
+        start = w_ptr + (block.to(tl.int64) * TILES + first) * WORDS
         fetch(start, (last - first) * WORDS)
         wait()
     table = ready(table_ptr, x_ptr.dtype.element_ty, MODE) if RINGS else 0
@@ -100,7 +116,7 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         else:
             s = table if RINGS else w
             if LAYOUT == "fine":
-                tile = tl.program_id(0).to(tl.int64) * TILES + i
+                tile = block.to(tl.int64) * TILES + i
                 s = fine_at(s_ptr, tile, tl.arange(0, WORDS), NPAD, WORDS, BITS, MODE)
             _, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
             if LOWS:  # each weight is rounded once; a sum of x for each group would cost as much as a product
@@ -127,8 +143,8 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         offsets = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
         tl.store(y_ptr + offsets, acc, mask=(rm < m)[None, :])
     else:
-        finish(acc, tl.program_id(0) * 128, inner, rm, t_ptr, None if GROUP else s_ptr, b_ptr, r_ptr, y_ptr,
-               m, n, r_row, y_row, GATED)
+        finish(acc, tl.program_id(0) * 128, inner, rm, t_ptr, None if GROUP else scale_ptr, bias_ptr, r_ptr,
+               y_ptr, m, n, r_row, y_row, GATED)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -182,7 +198,9 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     unroll = 1 if bk >= 128 or family == "cdna" else 4 if grouped and not (wide and bk > 32) else 2
     per = -(-tiles // (wanted * unroll)) * unroll
     segments = -(-tiles // per)
-    limit = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
+    # of a router's few rows addresses aren't multiples of anything, and take registers
+    small = n < ROWS or bk == 32 or (grouped and segments > 1)
+    limit = 32 if family == "ampere" else 64 if small else 128
     bm = measured.get("bm", next((size for size in (16, 32, 64) if m <= size and size < limit), limit))
     split = segments > 1 and m <= SPLIT_ROWS and blocks * -(-m // bm) < PROGRAMS // 2
     warps = measured.get("warps", 4 if bm <= 32 or bk == 32 else 8)
@@ -229,7 +247,7 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.zero_level, "BITS": bits(w),
-               "RINGS": rings, "IN_TURN": rings and not w.gated,
+               "RINGS": rings, "IN_TURN": rings and not w.gated, "BLOCKS": 0, "CHOSEN": 0,
                "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
     names = kernel_of(w).arg_names
     return p, {name: value for name, value in every.items() if name in names}
@@ -279,7 +297,8 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     r_row = 0 if residual is None else residual.stride(0)
     grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
     magic, kernel = MAGIC.get(values.dtype, 0), kernel_of(w)
-    tables = {"table_ptr": w.table} if "table_ptr" in kernel.arg_names else {}
+    tables = {name: value for name, value in (("table_ptr", w.table), ("tile_ptr", None), ("order_ptr", None))
+              if name in kernel.arg_names}
     if not p.split:
         kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
                      y.stride(0), magic, **tables, GATED=gated, **constants, **p.options)

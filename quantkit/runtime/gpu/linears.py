@@ -48,7 +48,7 @@ class DeviceLinear:
         ``prompts``: multiplies rows of a prompt, if it can."""
         from quantkit_kernels.triton.matmul import multiply
 
-        ready = self._prepared(x) if isinstance(x, torch.Tensor) else x
+        ready = self.prepared(x) if isinstance(x, torch.Tensor) else x
         if prompts is not None and isinstance(ready, torch.Tensor):
             y = prompts.multiply(ready, self.weight, bias=self.bias, **options)
             if y is not None:
@@ -66,7 +66,8 @@ class DeviceLinear:
         """Groups that whoever makes x may round it in; ``None``: in none."""
         return self.weight.inputs if self.rotation is None else None
 
-    def _prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
+    def prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
+        """What the weight multiplies: x rotated, or rounded."""
         if self.rotation is not None:
             from quantkit_kernels.triton.hadamard import apply_hadamard
 
@@ -118,7 +119,7 @@ class FusedLinear:
         start = 0
         for group in groups:
             size = sum(linear.shape[0] for linear in group)
-            self._parts.append(_Part(_product(group, dtype, device, self._gated), start, start + size))
+            self._parts.append(_Part(_with_bias(group, dtype, device, self._gated), start, start + size))
             start += size
         self.takes = self._parts[0].product.takes if len(groups) == 1 else None
         self.inputs = self._parts[0].product.inputs if len(groups) == 1 else None
@@ -191,53 +192,73 @@ def _alike(linears: Sequence[Linear], device: torch.device) -> bool:
     return len({float(factor) for factor in factors if factor is not None}) == 1
 
 
-def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
-             gated: bool) -> DeviceLinear:
+def _with_bias(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
+               gated: bool) -> DeviceLinear:
     biases = [linear.bias for linear in linears]
     bias = None
     if any(bias_of_linear is not None for bias_of_linear in biases):
         bias = torch.cat([torch.zeros(linear.shape[0], dtype=dtype)
                           if linear.bias is None else linear.bias.to(dtype)
                           for linear in linears]).to(device)
+    product = packed_product(linears, dtype, device, gated)
+    return DeviceLinear(product.weight, bias, product.rotation)
+
+
+def packed_product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device, gated: bool,
+                   rows: int = 0) -> DeviceLinear:
+    """The weights of Linears that are quantized alike, one below the other, without their biases.
+
+    Args:
+        gated: the first half are gates, the others what they open.
+        rows: rows that each one is filled up to; 0: its own.
+    """
     weights = [stored_of(linear) for linear in linears]
-    plain = [weight.tensor.to(device, dtype) for weight in weights if isinstance(weight, PlainWeight)]
+    plain = [_filled(weight.tensor.to(device, dtype), rows) for weight in weights
+             if isinstance(weight, PlainWeight)]
     if plain:
         from quantkit_kernels.triton import w16a16
 
         tensor = plain[0] if len(plain) == 1 else torch.cat(plain)
-        return DeviceLinear(w16a16.pack(tensor, gated=gated), bias)
+        return DeviceLinear(w16a16.pack(tensor, gated=gated), None)
     quantized = [weight.quantized for weight in weights if isinstance(weight, QuantizedWeight)]
     first = quantized[0]
     kernel = choose(query_for(first, dtype, device, "decode")).kernel
     assert isinstance(kernel, TritonKernel)
-    codes = _side_by_side([codes_of(weight.to(device)) for weight in quantized])
+    codes = _side_by_side([codes_of(weight.to(device)) for weight in quantized], rows)
     rotation = None
     if first.spec.rotation:
         signs, mix = hadamard_factors(first.shape[1])
         rotation = signs.to(device), mix.to(device)
-    return DeviceLinear(kernel.pack(codes, gated=gated), bias, rotation)
+    return DeviceLinear(kernel.pack(codes, gated=gated), None, rotation)
 
 
-def _side_by_side(parts: Sequence[Codes]) -> Codes:
-    """Rows one after another; what several rows of one share is given to each. All see the same number of
-    their input."""
-    if len(parts) == 1:
+def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """With zeros, to this number of rows."""
+    missing = rows - len(tensor)
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing > 0 else tensor
+
+
+def _side_by_side(parts: Sequence[Codes], rows: int = 0) -> Codes:
+    """Rows one after another, each part filled up to ``rows``; what several rows of one share is given to
+    each. All see the same number of their input."""
+    if len(parts) == 1 and not rows:
         return parts[0]
     granularity = parts[0].spec.granularity
 
-    def rows(codes: Codes, part: torch.Tensor) -> torch.Tensor:
+    def shared_out(codes: Codes, part: torch.Tensor) -> torch.Tensor:
         count = codes.codes.shape[0]
         if granularity.strategy == "tile":
-            return part.repeat_interleave(granularity.size or 1, dim=0)[:count]
-        return part.expand(count, -1) if part.shape == (1, 1) else part
+            part = part.repeat_interleave(granularity.size or 1, dim=0)[:count]
+        part = part.expand(count, -1) if part.shape == (1, 1) else part
+        return _filled(part, rows * len(part) // count)  # blocks of a flattened weight are several a row
 
     def below(name: str) -> torch.Tensor | None:
-        tensors = [rows(codes, part) for codes in parts if (part := getattr(codes, name)) is not None]
+        tensors = [shared_out(codes, part) for codes in parts if (part := getattr(codes, name)) is not None]
         return torch.cat(tensors) if tensors else None
 
     scale = below("scale")
     assert scale is not None
-    return Codes(parts[0].spec, torch.cat([codes.codes for codes in parts]), scale, below("zero"),
-                 minimum=below("minimum"), outer=below("outer"), outer_minimum=below("outer_minimum"),
-                 input_factor=parts[0].input_factor)
+    return Codes(parts[0].spec, torch.cat([_filled(codes.codes, rows) for codes in parts]), scale,
+                 below("zero"), minimum=below("minimum"), outer=below("outer"),
+                 outer_minimum=below("outer_minimum"), input_factor=parts[0].input_factor)
 

@@ -23,7 +23,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.ops import gpu
-from quantkit.runtime.gpu import linears
+from quantkit.runtime.gpu import experts, linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache, PromptGraphs
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
@@ -57,7 +57,7 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     for name, weight in quantized.items():
         if (reason := linears.reason_against(weight, dtype, device)) is not None:
             return f"{name} {reason}"
-    return None
+    return experts.reason_against(config, quantized)
 
 
 class _CacheOnDevice:
@@ -170,8 +170,7 @@ class GpuModel(ProgramModel):
         done: called when some weights are on the device.
 
     Attributes:
-        weight_bytes: bytes of all weights on the device but norms: those of :attr:`step_bytes`, and the
-            embedding.
+        weight_bytes: bytes of all weights on the device but norms.
     """
 
     max_rows = GPU_ROWS
@@ -188,11 +187,11 @@ class GpuModel(ProgramModel):
             self._program = GpuProgram(model, device, done)
         self._caches: WeakKeyDictionary[KVCache, _CacheOnDevice] = WeakKeyDictionary()
         table = model.embedding
-        self.weight_bytes = self.step_bytes + (0 if table is model.head.weight else table.nbytes)
+        self.weight_bytes = self._program.weight_bytes + (0 if table is model.head.weight else table.nbytes)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a decode step reads."""
+        """Bytes of weights that a token's decode step reads."""
         return self._program.step_bytes
 
     def head_alone(self) -> GpuModel:

@@ -17,6 +17,7 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear_weight import LinearWeight, embed
 from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
+from quantkit.runtime.gpu.experts import ExpertLayer
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
 from quantkit.runtime.gpu.prompts import PromptProducts
 from quantkit.runtime.program_model import rope_tables
@@ -35,19 +36,30 @@ class _Layer:
     def __init__(self, layer: DecoderLayer, config: ModelConfig, dtype: torch.dtype,
                  device: torch.device) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(mlp, MLP)
         self.qkv = FusedLinear(attention.inputs, dtype, device)
         self.o = FusedLinear([attention.o_proj], dtype, device)
-        self.gate_up = FusedLinear(mlp.inputs, dtype, device, config.activation)
-        self.down = FusedLinear([mlp.down_proj], dtype, device)
+        self.products = [self.qkv, self.o]
+        self.experts = None
+        if isinstance(mlp, MLP):
+            self.gate_up = FusedLinear(mlp.inputs, dtype, device, config.activation)
+            self.down = FusedLinear([mlp.down_proj], dtype, device)
+            self.products += [self.gate_up, self.down]
+        else:
+            self.experts = ExpertLayer(mlp, config, dtype, device)
         self.norms = {name: norm.weight.to(device) for name, norm in (
             ("before_attention", layer.before_attention), ("q", attention.q_norm), ("k", attention.k_norm),
             ("after_attention", layer.after_attention), ("before_mlp", layer.before_mlp),
             ("after_mlp", layer.after_mlp)) if isinstance(norm, RMSNorm)}
 
     @property
-    def products(self) -> tuple[FusedLinear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def nbytes(self) -> int:
+        return sum(product.nbytes for product in self.products) + (
+            0 if self.experts is None else self.experts.nbytes)
+
+    @property
+    def step_bytes(self) -> int:
+        return sum(product.nbytes for product in self.products) + (
+            0 if self.experts is None else self.experts.step_bytes)
 
 
 class GpuProgram:
@@ -61,7 +73,8 @@ class GpuProgram:
         device, dtype: where it runs; of activations and logits.
         vocab: numbers of a token's logits.
         group: query heads that share a key head.
-        step_bytes: bytes of weights that a decode step reads.
+        step_bytes: bytes of weights that a token's decode step reads.
+        weight_bytes: bytes of all weights but norms and an embedding that isn't the head.
         prompts: multiplies rows of prompts by the layers' weights.
         moves: how often the tables of angles came to lie elsewhere.
     """
@@ -84,10 +97,10 @@ class GpuProgram:
         model.head.weight = device_weight(model.head, model.dtype, device)
         model.embedding = model.head.weight if self._table is None else self._table
         done()
-        self.step_bytes = self._head.nbytes + sum(
-            product.nbytes for block in self._layers for product in block.products)
-        self.prompts = PromptProducts(max(
-            product.numbers for block in self._layers for product in block.products), model.dtype, device)
+        self.step_bytes = self._head.nbytes + sum(block.step_bytes for block in self._layers)
+        self.weight_bytes = self._head.nbytes + sum(block.nbytes for block in self._layers)
+        largest = max(product.numbers for block in self._layers for product in block.products)
+        self.prompts = PromptProducts(largest, model.dtype, device)
         signs, mix = hadamard_factors(config.head_dim)
         self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -133,7 +146,7 @@ class GpuProgram:
         x = self._embed(ids)
         for index, layer in enumerate(self._layers):
             x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries, prompts)
-            x = self._mlp(layer, x, prompts)
+            x = self._mlp(layer, x, step, prompts)
         return x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,7 +216,13 @@ class GpuProgram:
             return x + self._normed(layer.o(mixed, prompts=prompts), weight)
         return layer.o(mixed, residual=x, prompts=prompts)
 
-    def _mlp(self, layer: _Layer, x: torch.Tensor, prompts: PromptProducts | None) -> torch.Tensor:
+    def _mlp(self, layer: _Layer, x: torch.Tensor, step: StepTokens,
+             prompts: PromptProducts | None) -> torch.Tensor:
+        if layer.experts is not None:
+            tokens = self._normed(x, layer.norms["before_mlp"])
+            if (weight := layer.norms.get("after_mlp")) is not None:
+                return x + self._normed(layer.experts(tokens, step.rows, None), weight)
+            return layer.experts(tokens, step.rows, x)
         normed = self._normed_for(layer.gate_up, x, layer.norms["before_mlp"])
         gated = layer.gate_up(normed, prompts=prompts)
         if (weight := layer.norms.get("after_mlp")) is not None:

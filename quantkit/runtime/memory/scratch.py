@@ -152,14 +152,16 @@ def packing_bytes(config: ModelConfig) -> int:
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What a GPU's products of prompts keep for the weight that they dequantize, at most."""
     return dtype.itemsize * max(_product_sizes(
-        [slot for slot in linear_slots(config) if slot.layer is not None]))
+        [slot for slot in linear_slots(config) if slot.layer is not None and ".experts." not in slot.name]))
 
 
 def _product_sizes(slots: Sequence[LinearSlot]) -> Collection[int]:
-    """Numbers of the weights that see one input."""
+    """Numbers of the weights that see one input, or one expert's."""
     sizes: dict[object, int] = defaultdict(int)
     for slot in slots:
-        sizes[slot.layer, slot.shares] += slot.out_features * slot.in_features
+        # of an expert's two kinds one sees tokens, the other what was opened
+        shares = slot.in_features if ".experts." in slot.name else slot.shares
+        sizes[slot.layer, shares] += slot.out_features * slot.in_features
     return sizes.values()
 
 

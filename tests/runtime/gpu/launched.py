@@ -28,6 +28,7 @@ from quantkit.ops import cpu_linear, cpu_machine, gpu
 from quantkit.quantization.run import quantize
 from quantkit.runtime import sampler
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.gpu import prompts
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -94,6 +95,7 @@ def elsewhere(target: str) -> Driver:
     gpu.reason_against = lambda device, dtype: None
     for module in (cpu_machine, cpu_linear):
         module.reason_against_kernels = lambda: "there is a GPU"
+    prompts._proven_sizes = lambda *given: prompts.SIZES  # what isn't computed isn't the same twice
     drawn = sampler._drawn
 
     def sevens(logits: torch.Tensor, samplers: Any) -> tuple[torch.Tensor, torch.Tensor]:

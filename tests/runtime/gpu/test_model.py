@@ -17,6 +17,7 @@ from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
 from quantkit.quantization.run import quantize
+from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.graphs import slots_of
 from quantkit.runtime.gpu.model import GpuModel, reason_against
@@ -344,7 +345,8 @@ def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
 def test_what_no_kernel_computes(tmp_path):
     config = load(str(tiny_model(tmp_path / "m"))).config
     assert reason_against_shape(config) is None
-    assert "experts" in reason_against_shape(load(str(tiny_model(tmp_path / "e", "mixtral"))).config)
+    assert "experts" in cpu_model.reason_against(load(str(tiny_model(tmp_path / "e", "mixtral"))).config,
+                                                 torch.float32, torch.device("cpu"), {})
     long = dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="longrope"))
     assert "length" in reason_against_shape(long)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.tools.cases import attention, kv_write, products, rows
+from quantkit_kernels.tools.cases import attention, experts, kv_write, products, rows
 from quantkit_kernels.tools.cases.case import FAMILIES, AotCase, BenchCase, BenchSetup
 
 FIRST = (1, 16, 64, 4, 256)
@@ -39,5 +39,5 @@ def product_cases(setup: BenchSetup) -> Iterator[BenchCase]:
 
 def aot_cases(target: str) -> Iterator[AotCase]:
     """Everything that ships for one of :data:`~quantkit_kernels.tools.cases.case.FAMILIES`."""
-    for part in (products, rows, kv_write, attention):
+    for part in (products, experts, rows, kv_write, attention):
         yield from part.aot_cases(FAMILIES[target])

@@ -386,7 +386,7 @@ def _table(kind: ProductFormat) -> dict[str, str]:
 
 def _absent(kernel: Any, pointers: Mapping[str, str]) -> dict[str, None]:
     """The pointers of a kernel that aren't given."""
-    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr")
+    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr", "tile_ptr", "order_ptr")
             if key in kernel.arg_names and key not in pointers}
 
 

@@ -1,0 +1,100 @@
+"""A layer's mixture of experts on a GPU: the weights of all lie side by side.
+
+Nothing is read by the host: a step with experts is a graph as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.models.config import ModelConfig
+from quantkit.models.layers import MixtureOfExperts
+from quantkit.models.linear import Linear
+from quantkit.runtime.gpu.linears import DeviceLinear, FusedLinear, packed_product
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.experts import Pairs
+
+
+def reason_against(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]) -> str | None:
+    """Why a model's experts aren't multiplied side by side; ``None`` if they are, or there are none.
+
+    Args:
+        quantized: packed weights by name.
+    """
+    if (experts := config.experts) is None:
+        return None
+    gate, up, down = experts.projections
+    for index, has_experts in enumerate(experts.layers):
+        for parts in ((gate, up), (down,)) if has_experts else ():
+            names = [f"model.layers.{index}.{experts.module}.experts.{number}.{part}"
+                     for number in range(experts.count) for part in parts]
+            specs = {None if (weight := quantized.get(name)) is None else weight.spec for name in names}
+            if len(specs) > 1:
+                return f"multiplies experts that are quantized alike, unlike those of layer {index}"
+            if any(spec is not None and spec.activations for spec in specs):
+                return "multiplies experts whose inputs aren't rounded"
+    return None
+
+
+class ExpertLayer:
+    """All experts of a layer, and their router.
+
+    Attributes:
+        nbytes: of all weights.
+        step_bytes: those that one token reads.
+    """
+
+    def __init__(self, mixture: MixtureOfExperts, config: ModelConfig, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        experts = config.experts
+        assert experts is not None
+        self._experts, self._activation = experts, config.activation
+        self._hidden = config.hidden_size
+        self._router = FusedLinear([mixture.router], dtype, device)
+        inputs = [expert.inputs for expert in mixture.experts]
+        self._gate_up = _side_by_side([[linears[side] for linears in inputs] for side in (0, 1)], dtype,
+                                      device)
+        self._down = _side_by_side([[expert.down_proj for expert in mixture.experts]], dtype, device)
+        self.nbytes = self._router.nbytes + self._gate_up.weight.nbytes + self._down.weight.nbytes
+        self.step_bytes = self._router.nbytes + (self._gate_up.weight.nbytes + self._down.weight.nbytes
+                                                 ) * experts.chosen // experts.count
+
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Normed ``x [N, hidden]`` of tokens → ``[N, hidden]``, plus ``residual``; ``rows`` say whose they
+        are, see :class:`~quantkit_kernels.triton.cache.StepTokens`."""
+        from quantkit_kernels.triton.experts import combine, route
+
+        experts = self._experts
+        pairs = route(self._router(x), rows, experts.chosen, experts.normalized)
+        opened = self._multiply(self._gate_up, x, pairs, experts.intermediate_size, experts.chosen,
+                                self._activation)
+        return combine(self._multiply(self._down, opened, pairs, self._hidden), pairs, residual)
+
+    def _multiply(self, linear: DeviceLinear, x: torch.Tensor, pairs: Pairs, outputs: int, chosen: int = 1,
+                  gated: str | None = None) -> torch.Tensor:
+        from quantkit_kernels.triton.experts import multiply_experts
+
+        ready = linear.prepared(x)
+        assert isinstance(ready, torch.Tensor)
+        return multiply_experts(ready, linear.weight, pairs, experts=self._experts.count, outputs=outputs,
+                                bias=linear.bias, gated=gated, chosen=chosen)
+
+
+def _side_by_side(sides: Sequence[Sequence[Linear]], dtype: torch.dtype, device: torch.device
+                  ) -> DeviceLinear:
+    """One weight of a Linear of all experts, or of two: all gates, then all that they open."""
+    from quantkit_kernels.triton.experts import padded_rows
+
+    gated = len(sides) == 2
+    rows = padded_rows(sides[0][0].shape[0], gated)
+    biases = None
+    if sides[0][0].bias is not None:
+        biases = torch.stack([torch.cat([linear.bias for linear in of_expert if linear.bias is not None])
+                              for of_expert in zip(*sides)]).to(device, dtype)
+    weight = packed_product([linear for side in sides for linear in side], dtype, device, gated, rows)
+    return DeviceLinear(weight.weight, biases, weight.rotation)
