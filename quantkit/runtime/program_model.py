@@ -176,9 +176,7 @@ def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = Mapping
     Args:
         also: further features that no kernel of this device computes, and whether the model has them.
     """
-    has = {"attention sinks": config.attention_sinks,
-           "clamped activations": config.activation == "clamped_silu", **also,
-           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+    has = {**also, "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
            "a rotation of parts of a head": config.rope.partial != 1.0}
     feature = next((name for name, used in has.items() if used), None)
     return None if feature is None else f"has no kernel for {feature}"

@@ -165,7 +165,7 @@ class PagedCache:
         k[self.first:end], v[self.first:end] = (one[self.first:end] for one in self.coded[s, h])
         return k, v
 
-    def weights(self, q, token, h, scale, window=None, limit=None, sinks=0, softcap=None):
+    def weights(self, q, token, h, scale, window=None, limit=None, sinks=0, softcap=None, sink_scores=None):
         """``[G, n]`` of the token's queries, and values, in q's precision."""
         s, p = self.rows[token]
         n = int(self.lengths[s, h]) - self.counts[s] + p + 1
@@ -185,6 +185,9 @@ class PagedCache:
         x = x.masked_fill(~visible, -math.inf)
         if not bool(visible.any()):
             return None, None
+        if sink_scores is not None:
+            none = sink_scores.cpu()[h * group:(h + 1) * group, None].to(q.dtype) / math.log2(math.e)
+            return torch.cat((x, none), 1).softmax(-1)[:, :-1], v
         return x.softmax(-1), v
 
     def expected(self, q, **how):

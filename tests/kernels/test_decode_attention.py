@@ -90,6 +90,14 @@ def test_large_and_small_numbers(on, randn, obeys_the_rule, paged_cache, kind):
     check(cache, randn(4, 32, 64, seed=5, on=on) * 10, obeys_the_rule)
 
 
+@pytest.mark.parametrize("lengths", [[5, 3], [300, 70]])
+def test_scores_of_no_key(on, randn, obeys_the_rule, paged_cache, lengths):
+    """In one split and in several; below the keys' scores and above them."""
+    cache = paged_cache.PagedCache([lengths], [1], 64, on, "int8", "int8")
+    sinks = torch.tensor([-9.0, 0.0, 3.0, 40.0], device=on[0])
+    check(cache, randn(1, 4, 64, seed=5, on=on), obeys_the_rule, sink_scores=sinks)
+
+
 def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
     cache = paged_cache.PagedCache([[100, 70]], [1], 64, on)
     check(cache, randn(1, 8, 64, seed=5, on=on) * 10, obeys_the_rule, softcap=3.0)

@@ -51,6 +51,14 @@ def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, r
     obeys_the_rule(attend(cache, q, **how), *cache.expected(q, scale=32**-0.5, **how))
 
 
+def test_scores_of_no_key(on, randn, obeys_the_rule, paged_cache):
+    cache = paged_cache.PagedCache([[130, 70]], [30], 32, on, "int8", "int8")
+    sinks = torch.tensor([-9.0, 0.0, 3.0, 40.0], device=on[0])
+    q = randn(30, 4, 32, seed=5, on=on)
+    obeys_the_rule(attend(cache, q, sink_scores=sinks),
+                   *cache.expected(q, scale=32**-0.5, sink_scores=sinks))
+
+
 def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
     cache = paged_cache.PagedCache([[90, 70]], [30], 32, on)
     q = randn(30, 4, 32, seed=5, on=on) * 10

@@ -127,12 +127,13 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
 @triton.jit(do_not_specialize=["layer", "layers", "splits"])
 def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
                   rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
-                  y_step: tl.tensor, splits: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                  DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, WIDTH: tl.constexpr,
-                  EARLY: tl.constexpr) -> None:
+                  y_step: tl.tensor, splits: tl.tensor, sink_ptr: tl.tensor, HKV: tl.constexpr,
+                  G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COUNT: tl.constexpr,
+                  JOIN: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr) -> None:
     """Combine the splits of WIDTH dimensions of one query head for one token.
 
-    y is ``[N, HKV * G, D]``; the other arguments are as in :func:`split_kv_kernel`.
+    y is ``[N, HKV * G, D]``; sink float32 ``[HKV * G]``, in powers of two, or ``None``; the other arguments
+    are as in :func:`split_kv_kernel`.
     """
     if EARLY:
         let_next_begin()
@@ -152,6 +153,10 @@ def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_p
         maxima = tl.maximum(maxima, tl.load(m_ptr + (row + i + every) * G + g, mask=i + every < used,
                                             other=float("-inf")))
     base = tl.max(maxima, 0)
+    sink = 0.0
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head * G + g)
+        base = tl.maximum(base, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     total = tl.full([JOIN], 0.0, tl.float32)
     acc = tl.full([WIDTH], 0.0, tl.float32)
@@ -164,6 +169,8 @@ def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_p
         o = tl.load(at) if D == DP else tl.load(at, mask=(rd < D)[None, :], other=0.0)
         acc += tl.sum(tl.where((weight > 0)[:, None], o * weight[:, None], 0.0), 0)
     denominator = tl.sum(total, 0)
+    if sink_ptr is not None:
+        denominator += tl.exp2(sink - base)
     y = tl.where(denominator > 0, acc / tl.where(denominator > 0, denominator, 1.0), 0.0)
     tl.store(y_ptr + token * y_step + (head * G + g) * D + rd, y.to(y_ptr.dtype.element_ty), mask=rd < D)
 
@@ -221,8 +228,8 @@ def run_pieces(splits: SplitResults, q: torch.Tensor, pages: LayerPages, tables:
 
 def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
                      *, scale: float, window: int | None = None, limit: int | None = None, sinks: int = 0,
-                     softcap: float | None = None, out: torch.Tensor | None = None,
-                     splits: SplitResults | None = None) -> torch.Tensor:
+                     softcap: float | None = None, sink_scores: torch.Tensor | None = None,
+                     out: torch.Tensor | None = None, splits: SplitResults | None = None) -> torch.Tensor:
     """Return ``softmax(scale · q kᵀ) v`` of each token over the slots of its heads, up to its own slot.
 
     Args:
@@ -236,6 +243,8 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
         limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``,
             are visible.
         softcap: if given, a score x becomes ``softcap · tanh(x / softcap)``.
+        sink_scores: a further score of each head, of no key and with no value, float32 ``[H]``, times
+            log₂ e.
         out: ``[N, H, D]`` of q's dtype; tokens may have gaps between them.
         splits: memory from :meth:`SplitResults.of`; afterwards it contains maxima and sums of the softmax.
 
@@ -260,6 +269,7 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
     width = min(WIDTH, common["DP"])
     reduce_kernel[(n, hkv, h // hkv * common["DP"] // width)](
         splits.o, splits.m, splits.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
-        out.stride(0), splits.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
+        out.stride(0), splits.m.shape[2], sink_scores,
+        **{name: common[name] for name in ("HKV", "G", "D", "DP")},
         COUNT=PIECE, JOIN=JOIN, WIDTH=width, EARLY=starts(q.device), num_warps=1)
     return out

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.epilogue import activated
+from quantkit_kernels.triton.epilogue import opened
 from quantkit_kernels.triton.fragment import MAGIC
 from quantkit_kernels.triton.group_scales import fine_at, scales_at
-from quantkit_kernels.triton.matmul import GATES, arguments
+from quantkit_kernels.triton.matmul import Gate, arguments, is_gate
 from quantkit_kernels.triton.packed import FLOATS, TritonWeight
 from quantkit_kernels.triton.trellis import ready
 
@@ -83,7 +83,7 @@ def gate_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, n: tl.tensor, x_row: tl.tens
     seen = column < n
     gate = tl.load(x_ptr + index * x_row + column, mask=seen, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + index * x_row + n + column, mask=seen, other=0.0).to(tl.float32)
-    tl.store(y_ptr + index * n + column, (activated(gate, KIND) * up).to(y_ptr.dtype.element_ty), mask=seen)
+    tl.store(y_ptr + index * n + column, opened(gate, up, KIND).to(y_ptr.dtype.element_ty), mask=seen)
 
 
 def reason_against(w: TritonWeight) -> str | None:
@@ -124,12 +124,12 @@ def constants(w: TritonWeight) -> dict[str, object]:
         "GATED": w.gated, "PER": TILES, "num_warps": 4 if w.bk <= 64 else 8}
 
 
-def apply_gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """``act(gate) · up`` in float32, rounded once.
+def apply_gate(x: torch.Tensor, activation: Gate) -> torch.Tensor:
+    """What a gate opens, in float32, rounded once.
 
     Args:
         x: ``[m, 2 n]``: gates, and what they open; any floating dtype.
-        activation: ``silu`` or ``gelu_tanh``.
+        activation: see :data:`~quantkit_kernels.triton.matmul.Gate`.
 
     Returns:
         ``[m, n]`` in x's dtype.
@@ -138,8 +138,8 @@ def apply_gate(x: torch.Tensor, activation: str) -> torch.Tensor:
         ValueError: another activation, or an odd number of columns.
     """
     m, both = x.shape
-    if activation not in GATES or both % 2:
-        raise ValueError(f"the activation must be {' or '.join(GATES)} of an even number of columns, not "
+    if not is_gate(activation) or both % 2:
+        raise ValueError(f"the activation must be one that is known, of an even number of columns, not "
                          f"{activation} of {both}")
     y = x.new_empty(m, both // 2)
     if m:

@@ -19,6 +19,19 @@ def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def opened(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """``act(gate) · up`` of float32. A number is the limit of gpt-oss's clamped SiLU, which is
+    ``g · sigmoid(1.702 g) · (u + 1)`` with ``g = min(gate, limit)`` and ``u`` as ``up``, but within the limit
+    on both sides: https://arxiv.org/abs/2508.10925"""
+    if KIND == "silu" or KIND == "gelu_tanh":
+        v = activated(gate, KIND) * up
+    else:
+        g = tl.minimum(gate, KIND)
+        v = g * tl.sigmoid(1.702 * g) * (tl.maximum(tl.minimum(up, KIND), -KIND) + 1.0)
+    return v
+
+
+@triton.jit
 def finish(total: tl.tensor, first: tl.tensor, inner: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor,
            s_ptr: tl.tensor, b_ptr: tl.tensor, r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor,
            n: tl.tensor, r_row: tl.tensor, y_row: tl.tensor, GATED: tl.constexpr) -> None:
@@ -27,7 +40,7 @@ def finish(total: tl.tensor, first: tl.tensor, inner: tl.tensor, rm: tl.tensor, 
     The sums are of the weight's rows ``first + inner`` by rows ``rm`` of x. t are float32 scales ``[m]`` of
     x's rows; s are float32 scales of the weight's rows; b is the bias ``[n]``, or with GATED ``[2 n]`` with
     that of the gate first; r is the residual, with rows r_row apart. Each of them may be ``None``. With GATED
-    y is ``act(gate) · up``.
+    y is what a gate opens: see :func:`opened`.
     """
     N: tl.constexpr = total.shape[0]
     M: tl.constexpr = total.shape[1]
@@ -43,7 +56,7 @@ def finish(total: tl.tensor, first: tl.tensor, inner: tl.tensor, rm: tl.tensor, 
         if b_ptr is not None:
             gate += tl.load(b_ptr + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
             up += tl.load(b_ptr + n + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
-        v = activated(gate, GATED) * up
+        v = opened(gate, up, GATED)
     else:
         rn = first + inner
         if b_ptr is not None:

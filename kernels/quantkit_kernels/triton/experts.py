@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, family_of
-from quantkit_kernels.triton.matmul import GATES, LaunchPlan, arguments, matmul_kernel
+from quantkit_kernels.triton.matmul import Gate, LaunchPlan, arguments, is_gate, matmul_kernel
 from quantkit_kernels.triton.packed import TritonWeight
 
 APART = 64
@@ -177,7 +177,7 @@ def route(scores: torch.Tensor, rows: torch.Tensor, chosen: int, normalized: boo
 
 
 def multiply_experts(x: torch.Tensor, w: TritonWeight, pairs: Pairs, *, experts: int, outputs: int,
-                     bias: torch.Tensor | None = None, gated: str | None = None,
+                     bias: torch.Tensor | None = None, gated: Gate | None = None,
                      chosen: int = 1) -> torch.Tensor:
     """Every pair's row by its expert's weight.
 
@@ -189,7 +189,7 @@ def multiply_experts(x: torch.Tensor, w: TritonWeight, pairs: Pairs, *, experts:
         experts: how many there are.
         outputs: columns of the result.
         bias: ``[experts, outputs]``, twice as many columns if gated.
-        gated: ``silu`` or ``gelu_tanh``, for weights that were packed ``gated``.
+        gated: a :data:`~quantkit_kernels.triton.matmul.Gate`, for weights that were packed ``gated``.
 
     Returns:
         ``[pairs, outputs]`` in x's dtype; of pairs of nobody's tokens undefined.
@@ -203,9 +203,8 @@ def multiply_experts(x: torch.Tensor, w: TritonWeight, pairs: Pairs, *, experts:
             or x.shape[0] * chosen != number or x.dtype not in w.decoder.takes):
         raise ValueError(f"x {list(x.shape)} {x.dtype}, a weight [{w.n}, {w.k}] of {experts} experts and "
                          f"{number} pairs don't fit together")
-    if (gated in GATES) != w.gated:
-        raise ValueError(f"gated must be {' or '.join(GATES)} for weights that were packed so, and nothing "
-                         "for others")
+    if is_gate(gated) != w.gated:
+        raise ValueError("a gate goes with weights that were packed so, and with no others")
     y = torch.empty(number, outputs, dtype=x.dtype, device=x.device)
     if number == 0:
         return y

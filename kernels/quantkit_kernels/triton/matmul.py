@@ -37,6 +37,9 @@ more to write and read than the weights."""
 BLOCK = 512
 """Rows of the weight whose segments one program adds."""
 GATES = ("silu", "gelu_tanh")
+Gate = str | float
+"""One of :data:`GATES`, or the limit of a clamped SiLU: see
+:func:`~quantkit_kernels.triton.epilogue.opened`."""
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -260,7 +263,7 @@ def kernel_of(w: TritonWeight) -> Any:
 
 def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: torch.Tensor | None = None,
              bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-             gated: str | None = None) -> torch.Tensor:
+             gated: Gate | None = None) -> torch.Tensor:
     """``y = x Wᵀ``, then ``+ bias``, then ``act(gate) · up``, then ``+ residual``.
 
     All of it in float32, rounded once, when y is stored; a model that does one after the other rounds to its
@@ -274,7 +277,7 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
         out: ``[m, outputs]``, where y goes; its rows may lie further apart. Nothing else is allocated for y.
         bias: the bias, ``[n]``.
         residual: like y; may be ``out`` itself.
-        gated: ``silu`` or ``gelu_tanh``, for weights that were packed ``gated``.
+        gated: a :data:`Gate`, for weights that were packed ``gated``.
 
     Returns:
         ``[m, outputs]`` in x's dtype; ``outputs`` is n, or n / 2 if gated.
@@ -315,18 +318,23 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     return y
 
 
+def is_gate(gated: Gate | None) -> bool:
+    """Whether it is a :data:`Gate`."""
+    return gated in GATES or (isinstance(gated, float) and gated > 0)
+
+
 def _check(x: torch.Tensor | QuantizedActivations, values: torch.Tensor, w: TritonWeight, out: torch.Tensor
            | None,
-           bias: torch.Tensor | None, residual: torch.Tensor | None, gated: str | None) -> None:
+           bias: torch.Tensor | None, residual: torch.Tensor | None, gated: Gate | None) -> None:
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in w.decoder.takes)
     if w.decoder.levels != isinstance(x, QuantizedActivations):
         raise ValueError("this weight takes Levels" if w.decoder.levels else "this weight takes no Levels")
     takes = (w.words.dtype,) if w.words.dtype in w.decoder.takes else w.decoder.takes
     if values.ndim != 2 or values.shape[1] != w.columns or values.dtype not in takes:
         raise ValueError(f"x must be [m, {w.columns}] in {names}, not {list(values.shape)} {values.dtype}")
-    if (gated in GATES) != w.gated or (gated is not None and gated not in GATES):
-        raise ValueError(f"gated must be {' or '.join(GATES)} for weights that were packed so, and nothing "
-                         f"for others, not {gated}")
+    if is_gate(gated) != w.gated or (gated is not None and not w.gated):
+        raise ValueError(f"gated must be {' or '.join(GATES)} or a limit for weights that were packed so, "
+                         f"and nothing for others, not {gated}")
     shape = (values.shape[0], w.outputs)
     if out is not None and (out.shape != shape or out.stride(1) != 1 or out.dtype != x.dtype):
         raise ValueError(f"out must be {list(shape)} in x's dtype, rows contiguous, "

@@ -40,12 +40,13 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
                 y_ptr: tl.tensor, factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor,
                 sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor,
                 layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor, q_step: tl.tensor,
-                y_step: tl.tensor,
+                y_step: tl.tensor, sink_ptr: tl.tensor,
                 HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KK: tl.constexpr,
                 KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr, VB: tl.constexpr,
                 HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr, CAPPED: tl.constexpr,
                 ASM: tl.constexpr, M: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr) -> None:
-    """A tile's tokens by one key head: y ``[N, HKV * G, D]``; tile int32 ``[n_tiles, 3]``."""
+    """A tile's tokens by one key head: y ``[N, HKV * G, D]``; tile int32 ``[n_tiles, 3]``; sink float32
+    ``[HKV * G]``, in powers of two, or ``None``."""
     # the longest come first, so that none of them is left over at the end
     head, part = tl.program_id(0), tl.program_id(1) * (M // GP)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
@@ -124,6 +125,11 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
             s = tl.where(seen, s, float("-inf"))
             p, shrink, maximum, total = update(s, maximum, total)
             acc = add_vectors(acc * shrink[:, None], p, v_residual_ptr, page, valid, VK, VB, D, DP, dtype)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head * G + rm % GP, mask=rm % GP < G, other=0.0)
+        highest = tl.maximum(maximum, sink)
+        shrink = tl.exp2(maximum - highest)
+        acc, total = acc * shrink[:, None], total * shrink + tl.exp2(sink - highest)
     acc = natural(acc, VK, VB, dtype) / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
 
@@ -166,6 +172,7 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
 def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens,
                       layer: int, tiles: torch.Tensor, *, scale: float, window: int | None = None,
                       limit: int | None = None, sinks: int = 0, softcap: float | None = None,
+                      sink_scores: torch.Tensor | None = None,
                       out: torch.Tensor | None = None) -> torch.Tensor:
     """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.
 
@@ -173,7 +180,7 @@ def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables
         tiles: int32 ``[n_tiles, 3]``: first token, index into q; number of tokens, at most :func:`tokens`, 0:
             nothing to do; their sequence, one of R, or −1: they get zeros. Tokens of a tile follow one
             another in their sequence. A token that is in no tile gets nothing.
-        q, pages, tables, step, layer, scale, window, limit, sinks, softcap, out: see
+        q, pages, tables, step, layer, scale, window, limit, sinks, softcap, sink_scores, out: see
             :func:`~quantkit_kernels.triton.decode_attention.decode_attention`.
 
     Returns:
@@ -196,6 +203,6 @@ def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables
     launch = options(family_of(q.device), pages.k.coding, pages.v.coding, d)
     tile_kernel[(hkv, ROWS // launch["M"], len(tiles))](
         **pointers(q, pages, tables, step), tile_ptr=tiles, y_ptr=out,
-        **numbers(q, tables, layer, scale, window, limit, sinks, softcap), y_step=out.stride(0), **common,
-        GP=triton.next_power_of_2(h // hkv), **launch)
+        **numbers(q, tables, layer, scale, window, limit, sinks, softcap), y_step=out.stride(0),
+        sink_ptr=sink_scores, **common, GP=triton.next_power_of_2(h // hkv), **launch)
     return out

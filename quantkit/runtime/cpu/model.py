@@ -50,6 +50,8 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if dtype not in cpu_weight.PLAIN:
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
     reason = reason_against_shape(config, {"mixtures of experts": config.experts is not None,
+                                           "attention sinks": config.attention_sinks,
+                                           "clamped activations": config.activation == "clamped_silu",
                                            "scaled scores": config.attention_scale is not None,
                                            "capped scores": config.attention_softcap is not None})
     if reason is not None:

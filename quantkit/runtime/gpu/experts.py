@@ -14,10 +14,11 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.models.config import ModelConfig
 from quantkit.models.layers import MixtureOfExperts
 from quantkit.models.linear import Linear
-from quantkit.runtime.gpu.linears import DeviceLinear, FusedLinear, packed_product
+from quantkit.runtime.gpu.linears import DeviceLinear, FusedLinear, gate_of, packed_product
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.experts import Pairs
+    from quantkit_kernels.triton.matmul import Gate
 
 
 def reason_against(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]) -> str | None:
@@ -53,7 +54,7 @@ class ExpertLayer:
                  device: torch.device) -> None:
         experts = config.experts
         assert experts is not None
-        self._experts, self._activation = experts, config.activation
+        self._experts, self._gate = experts, gate_of(config)
         self._hidden = config.hidden_size
         self._router = FusedLinear([mixture.router], dtype, device)
         inputs = [expert.inputs for expert in mixture.experts]
@@ -72,11 +73,11 @@ class ExpertLayer:
         experts = self._experts
         pairs = route(self._router(x), rows, experts.chosen, experts.normalized)
         opened = self._multiply(self._gate_up, x, pairs, experts.intermediate_size, experts.chosen,
-                                self._activation)
+                                self._gate)
         return combine(self._multiply(self._down, opened, pairs, self._hidden), pairs, residual)
 
     def _multiply(self, linear: DeviceLinear, x: torch.Tensor, pairs: Pairs, outputs: int, chosen: int = 1,
-                  gated: str | None = None) -> torch.Tensor:
+                  gated: Gate | None = None) -> torch.Tensor:
         from quantkit_kernels.triton.experts import multiply_experts
 
         ready = linear.prepared(x)

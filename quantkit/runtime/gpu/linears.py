@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.dispatch import choose, codes_of, query_for
 from quantkit.ops.hadamard import hadamard_factors
@@ -19,6 +20,7 @@ from quantkit.runtime.gpu.prompts import PromptProducts
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.levels import QuantizedActivations
+    from quantkit_kernels.triton.matmul import Gate
     from quantkit_kernels.triton.packed import TritonWeight
     from quantkit_kernels.triton.token_groups import GroupRounding
 
@@ -99,8 +101,7 @@ class FusedLinear:
 
     Args:
         linears: in the order of their results.
-        activation: joins gate and up, the two Linears or the two halves of one: the result is then
-            ``activation(gate) · up``.
+        activation: joins gate and up, the two Linears or the two halves of one: see :func:`gate_of`.
 
     Attributes:
         takes: levels that x may be rounded to before; ``None``: x as it is.
@@ -111,7 +112,7 @@ class FusedLinear:
     """
 
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
-                 activation: str | None = None) -> None:
+                 activation: Gate | None = None) -> None:
         self._activation = activation
         groups = [list(linears)] if _alike(linears, device) else [[linear] for linear in linears]
         self._gated = activation is not None and len(groups) == 1
@@ -162,6 +163,11 @@ class FusedLinear:
 
             return apply_gate(result, self._activation)
         return result
+
+
+def gate_of(config: ModelConfig) -> Gate:
+    """How a model's MLPs join gate and up."""
+    return config.activation_limit if config.activation == "clamped_silu" else config.activation
 
 
 def device_weight(linear: Linear, dtype: torch.dtype, device: torch.device) -> DeviceWeight:

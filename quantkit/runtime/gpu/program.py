@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from quantkit.ops.linear_weight import LinearWeight, embed
 from quantkit.ops.rows import softcapped
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.experts import ExpertLayer
-from quantkit.runtime.gpu.linears import FusedLinear, device_weight
+from quantkit.runtime.gpu.linears import FusedLinear, device_weight, gate_of
 from quantkit.runtime.gpu.prompts import PromptProducts
 from quantkit.runtime.program_model import rope_tables
 
@@ -38,10 +39,13 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = FusedLinear(attention.inputs, dtype, device)
         self.o = FusedLinear([attention.o_proj], dtype, device)
+        self.sinks = attention.sinks
+        self.sink_scores = None if attention.sinks is None else (
+            attention.sinks.double() * math.log2(math.e)).float().to(device)
         self.products = [self.qkv, self.o]
         self.experts = None
         if isinstance(mlp, MLP):
-            self.gate_up = FusedLinear(mlp.inputs, dtype, device, config.activation)
+            self.gate_up = FusedLinear(mlp.inputs, dtype, device, gate_of(config))
             self.down = FusedLinear([mlp.down_proj], dtype, device)
             self.products += [self.gate_up, self.down]
         else:
@@ -199,10 +203,12 @@ class GpuProgram:
                        k_norm=norms.get("k"), eps=self._eps, rotation=self._hadamard)
         if queries is not None:
             queries.append(q)
+            cache.layers[index].scores.sinks = layer.sinks
         limit, sinks = cache.layers[index].policy.visible or (None, 0)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         options: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
-                                   "sinks": sinks, "softcap": config.attention_softcap}
+                                   "sinks": sinks, "softcap": config.attention_softcap,
+                                   "sink_scores": layer.sink_scores}
         if pages.has_residual:
             close_pages(pages, tables, step, index)
         out = decode_attention(q, pages, tables, step, index, **options) if tiles is None else (

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 if TYPE_CHECKING:
+    from quantkit_kernels.triton.matmul import Gate
     from quantkit_kernels.triton.packed import TritonWeight
 
 USUAL = 512
@@ -45,7 +46,7 @@ class PromptProducts:
 
     def multiply(self, x: torch.Tensor, w: TritonWeight, *, bias: torch.Tensor | None = None,
                  residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
-                 gated: str | None = None) -> torch.Tensor | None:
+                 gated: Gate | None = None) -> torch.Tensor | None:
         """``y = x Wᵀ`` and what follows, see :func:`quantkit_kernels.triton.matmul.multiply`; it is rounded
         before the bias's neighbor is added where there are both, and before a gate opens.
 

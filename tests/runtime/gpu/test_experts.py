@@ -41,10 +41,10 @@ def simulated(monkeypatch):
 
 
 @torch.inference_mode()
-def logits(folder):
+def logits(folder, kv="none"):
     """Of a prompt, then of a few tokens one by one."""
     loaded = load(str(folder), dtype="float32", device="cpu")
-    cache = KVCache(loaded.config, parse_kv("none"), loaded.dtype, loaded.model.device)
+    cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype, loaded.model.device)
     ids = torch.randint(4, 300, (1, 43), generator=torch.Generator().manual_seed(0))
     row, parts = cache.add(), []
     for start, end, phase in ((0, 40, "prefill_end"), *((at, at + 1, "decode") for at in range(40, 43))):
@@ -53,12 +53,12 @@ def logits(folder):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["none", "int4-rtn", "int8", "nf4", "nvfp4-datafree",
                                     "mxfp4-datafree"])
 def test_every_kind_of_weight(tmp_path, simulated, family, recipe):
     """Of sizes that fill no tile."""
-    size = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}[family]
+    size = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
     folder = tiny_model(tmp_path / "m", family, **SMALL, **{size: 192})
     if recipe != "none":
         quantize(str(folder), recipe, tmp_path / "out")
@@ -69,6 +69,17 @@ def test_every_kind_of_weight(tmp_path, simulated, family, recipe):
     assert isinstance(loaded.model, GpuModel) and not isinstance(before.model, GpuModel)
     assert loaded.fallback_reason is None
     assert plain.std() > 0.1 and (ours - plain).abs().max() < 1e-4 * plain.abs().max()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kv", ["int8", "window(20, sinks=2)+int4", "h2o(40)", "snapkv(0.5, window=4)"])
+def test_scores_of_no_key_count_for_every_cache(tmp_path, simulated, kv):
+    folder = tiny_model(tmp_path / "m", "gpt_oss", **SMALL)
+    plain, _ = logits(folder, kv)
+    simulated()
+    ours, loaded = logits(folder, kv)
+    assert isinstance(loaded.model, GpuModel)
+    assert (ours - plain).abs().max() < 2e-4 * plain.abs().max()
 
 
 def test_tokens_are_the_same_alone_and_in_a_batch(tmp_path, simulated):

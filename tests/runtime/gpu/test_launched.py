@@ -14,7 +14,7 @@ KV = ("none,int8,fp8,int4,int3,int2,rotation(4),rotation(3),rotation(2),int8/int
       "window(70)+int4,snapkv(0.5, window=16)+int4,h2o(96, interval=2),kvzip(0.5)+int4,tova(96, interval=2),"
       "expected(0.5),adakv(64)")
 WEIGHTS = "none,int8,int4-rtn,nf4,nf4-nested,w8a8,fp8,nvfp4-a4,mxfp4-a4,trellis3"
-MODELS = "gemma2,gemma3_text,mistral,phi3,qwen2,qwen3,qwen3_moe"
+MODELS = "gemma2,gemma3_text,mistral,phi3,qwen2,qwen3,qwen3_moe,gpt_oss"
 NEEDED = {"embed_kernel", "rms_norm_kernel", "matmul_kernel", "rope_store_kernel", "tile_kernel",
           "split_kv_kernel", "reduce_kernel", "advance_kernel", "draw_kernel", "join_peaks_kernel",
           "dequantize_kernel", "gate_kernel"}

@@ -239,14 +239,9 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     for cases_of in (_aot_decode, _aot_prefill):
         yield cases_of(128, "int8", family, limited=True, placed=True)
         yield cases_of(256, "bf16", family, capped=True)
-    yield aot_case("join d128", decode_attention.reduce_kernel,
-                   {**dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
-                    **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
-                    **dict.fromkeys(("layer", "layers", "y_step", "splits"), "i32")},
-                   {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": 128, "DP": 128,
-                    "COUNT": decode_attention.PIECE, "JOIN": decode_attention.JOIN,
-                    "WIDTH": decode_attention.WIDTH, "EARLY": family in dependent.FAMILIES, "num_warps": 1},
-                   multiples=("y_step",))
+    yield _aot_prefill(64, "bf16", family, sinks=True)
+    yield _aot_join(64, family, sinks=True)
+    yield _aot_join(128, family)
 
 
 class _CommonArguments(NamedTuple):
@@ -267,6 +262,24 @@ def _common(d: int, coding: str, family: str, limited: bool = False, placed: boo
         k, v, HEADS, KV_HEADS, d, k.bits < 8 or v.bits < 8, limited, placed, capped, family != "cdna"))
 
 
+def _aot_join(d: int, family: str, sinks: bool = False) -> AotCase:
+    scores, none = _sinks(sinks)
+    return aot_case(f"join d{d}{' sinks' * sinks}", decode_attention.reduce_kernel,
+                    {**dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"), **scores,
+                     **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
+                     **dict.fromkeys(("layer", "layers", "y_step", "splits"), "i32")},
+                    {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": d, "DP": d, **none,
+                     "COUNT": decode_attention.PIECE, "JOIN": decode_attention.JOIN,
+                     "WIDTH": min(d, decode_attention.WIDTH), "EARLY": family in dependent.FAMILIES,
+                     "num_warps": 1},
+                    multiples=("y_step",))
+
+
+def _sinks(given: bool) -> tuple[dict[str, str], dict[str, None]]:
+    """The type of scores of no key, or that there are none."""
+    return ({"sink_ptr": "*fp32"}, {}) if given else ({}, {"sink_ptr": None})
+
+
 def _aot_decode(d: int, coding: str, family: str, **what: bool) -> AotCase:
     common = _common(d, coding, family, **what)
     options = decode_attention.options(family, *CODINGS[coding], d)
@@ -278,15 +291,16 @@ def _aot_decode(d: int, coding: str, family: str, **what: bool) -> AotCase:
                     weights=2 * 64 * d / threads(options, family))
 
 
-def _aot_prefill(d: int, coding: str, family: str, **what: bool) -> AotCase:
+def _aot_prefill(d: int, coding: str, family: str, sinks: bool = False, **what: bool) -> AotCase:
     common = _common(d, coding, family, **what)
+    scores, none = _sinks(sinks)
     k, v = CODINGS[coding]
     options = prefill_attention.options(family, k, v, d)
     # all threads together load a page's side, which may be less than 16 bytes each
     wide = 64 * d * max(k.bits, v.bits) // 8 >= 16 * threads(options, family)
-    return aot_case(f"prefill {common.label}", prefill_attention.tile_kernel,
-                    {**common.signature, "tile_ptr": "*i32", "y_ptr": "*bf16", "y_step": "i32"},
-                    {**common.constants, "GP": triton.next_power_of_2(HEADS // KV_HEADS), **options},
+    return aot_case(f"prefill {common.label}{' sinks' * sinks}", prefill_attention.tile_kernel,
+                    {**common.signature, **scores, "tile_ptr": "*i32", "y_ptr": "*bf16", "y_step": "i32"},
+                    {**common.constants, **none, "GP": triton.next_power_of_2(HEADS // KV_HEADS), **options},
                     multiples=("q_step", "y_step"), matrix=True, wide_loads=wide)
 
 
