@@ -83,9 +83,9 @@ def order_kernel(chosen_ptr: tl.tensor, order_ptr: tl.tensor, tile_ptr: tl.tenso
     place = before
     for start in range(0, pairs, BLOCK):
         chosen = tl.load(chosen_ptr + start + at, mask=start + at < pairs, other=E)
-        own = (chosen == expert).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(own, 0) - 1, start + at, mask=own != 0)
-        place += tl.sum(own, 0)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(mine, 0) - 1, start + at, mask=mine != 0)
+        place += tl.sum(mine, 0)
     first = before // BM + expert
     last = (before + count) // BM + expert + 1
     if expert == E - 1:
@@ -240,5 +240,5 @@ def combine(x: torch.Tensor, pairs: Pairs, residual: torch.Tensor | None = None)
 
 def padded_rows(n: int, gated: bool) -> int:
     """Rows that an expert's weight of ``n`` rows takes, or of each half of it if ``gated``."""
-    whole = ROWS // 2 if gated else ROWS
-    return -(-n // whole) * whole
+    tile = ROWS // 2 if gated else ROWS
+    return -(-n // tile) * tile
