@@ -481,7 +481,7 @@ class NextLogits:
     def sample(self) -> list[TokenResult]:
         """The next token of each request that hasn't ended; a row a request, without drafts."""
         samplers = [request.sampler for request in self.requests]
-        histories = [request.kv.history if request.sampler.on_host else [] for request in self.requests]
+        histories = [request.kv.history if request.sampler.changes else [] for request in self.requests]
         tokens = sample_tokens(self.logits, samplers, histories)
         return [sampled(self.requests[place], token, row)
                 for place, (token, row) in enumerate(zip(tokens, self.logits, strict=True))

@@ -318,7 +318,9 @@ class PipelinedDecoder:
     def _launch(self, requests: list[Request], ids: torch.Tensor) -> _PendingStep:
         """Begin a step of tokens ``ids [n, 1]``, and the choice of the next ones."""
         logits = self._runner.logits(requests, ids)
-        return _PendingStep(requests, sample_async(logits, [request.sampler for request in requests]))
+        samplers = [request.sampler for request in requests]
+        histories = [request.kv.history if request.sampler.changes else [] for request in requests]
+        return _PendingStep(requests, sample_async(logits, samplers, histories))
 
     def _collect(self, pending: _PendingStep) -> Iterator[TokenResult]:
         try:

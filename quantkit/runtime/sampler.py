@@ -10,6 +10,7 @@ import torch
 
 from quantkit.ops import gpu
 from quantkit.ops.rows import greedy, one_thread
+from quantkit.runtime.penalties import TokenCounts, change_logits, change_logits_there, count_tokens
 from quantkit.structure.base import ConstraintError, TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -18,7 +19,7 @@ MIN_TEMPERATURE = 1e-4
 """Below it is greedy in all but name, and soon out of float32's range."""
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 MAX_BIASES, MAX_BIAS, MAX_PENALTY = 300, 100.0, 2.0
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,10 @@ class Sampler:
         constraint: says which tokens may follow; whoever appends a token tells it.
 
     Attributes:
-        on_host: whether the sequence so far, a bias or a constraint plays a part, which no kernel knows.
+        prompt_tokens: the argument.
+        on_host: whether a constraint plays a part, which the host alone knows.
+        changes: whether a bias or the sequence so far do.
+        counts: where a GPU counts the sequence's tokens, once it has changed its logits.
         seed: the seed of the random numbers, drawn if the settings name none.
         drawn: tokens that were chosen so far.
     """
@@ -124,8 +128,9 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt_tokens: int = 0,
                  constraint: TokenConstraint | None = None) -> None:
         self.sampling, self.drawn = sampling, 0
-        self._prompt_tokens, self._constraint = prompt_tokens, constraint
-        self.on_host = sampling.has_logit_changes or constraint is not None
+        self.prompt_tokens, self._constraint = prompt_tokens, constraint
+        self.on_host, self.changes = constraint is not None, sampling.has_logit_changes
+        self.counts: TokenCounts | None = None
         self._generator = torch.Generator()
         self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
         if sampling.seed is not None:
@@ -133,7 +138,7 @@ class Sampler:
 
     def preview(self) -> Sampler:
         """A sampler that draws what this one will draw next, without its constraint, and leaves it alone."""
-        copy = Sampler(self.sampling, self._prompt_tokens)
+        copy = Sampler(self.sampling, self.prompt_tokens)
         if not self.sampling.greedy:
             copy._generator.set_state(self._generator.get_state())
         return copy
@@ -153,14 +158,14 @@ class Sampler:
         if best is None:
             raise not_finite()
         self.drawn += 1
-        if self.sampling.greedy and not self.on_host:
+        if self.sampling.greedy and not (self.on_host or self.changes):
             return best
         with one_thread():
             scores = logits.float().cpu()
-            if self.on_host:
-                scores = change_logits(scores, history, self.sampling, self._prompt_tokens)
-                if self._constraint is not None:
-                    scores = _masked(scores, self._constraint)
+            if self.changes:
+                scores = change_logits(scores, history, self.sampling, self.prompt_tokens)
+            if self._constraint is not None:
+                scores = _masked(scores, self._constraint)
             scores = filter_tokens(scores, self.sampling)
             if self.sampling.greedy:
                 return int(scores.argmax())
@@ -180,14 +185,17 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
     Args:
         logits: ``[B, vocab]``, any float dtype and device.
         samplers: the sampler of each row.
-        histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
+        histories: every id of a sequence so far; only those whose sampler :attr:`Sampler.changes` logits
+            count.
     """
     results: list[int | QuantkitError] = [0] * len(samplers)
     on_host = [row for row, sampler in enumerate(samplers) if not can_sample_on_device(logits, [sampler])]
     on_device = [row for row in range(len(samplers)) if row not in on_host]
     if on_device:
         rows = logits if len(on_device) == len(samplers) else logits[on_device]
-        for row, token in zip(on_device, sample_async(rows, [samplers[row] for row in on_device]).tokens()):
+        pending = sample_async(rows, [samplers[row] for row in on_device],
+                               [histories[row] for row in on_device])
+        for row, token in zip(on_device, pending.tokens()):
             results[row] = token
     for row in on_host:
         try:
@@ -222,14 +230,26 @@ def can_sample_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> b
         sampler.on_host for sampler in samplers)
 
 
-def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
+def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler],
+                 histories: Sequence[Sequence[int]]) -> PendingTokens:
     """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`can_sample_on_device`
-    says so."""
+    says so. ``histories`` are those of :func:`sample_tokens`, or without the last token where a GPU has
+    counted it."""
     with gpu.current(logits.device):
+        changed = [row for row, sampler in enumerate(samplers) if sampler.changes]
+        changing = [samplers[row] for row in changed]
+        if changed:
+            rows = change_logits_there(logits if len(changed) == len(samplers) else logits[changed], changing,
+                                       [histories[row] for row in changed])
+            logits = rows if len(changed) == len(samplers) else logits.float().index_copy(
+                0, gpu.sent(torch.tensor(changed), logits.device), rows)
         ids, finite = _drawn(logits, samplers)
+        known = torch.where(finite != 0, ids, -1)
+        if changed:
+            chosen = known.clamp(min=0)
+            count_tokens(changing, chosen if len(changed) == len(samplers) else chosen[changed])
         for sampler in samplers:
             sampler.drawn += 1
-        known = torch.where(finite != 0, ids, -1)
         if logits.device.type != "cuda":
             return PendingTokens(known.clamp(min=0), known, None)
         pinned = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
@@ -261,34 +281,6 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
                   if any(sampling.top_k for sampling in settings) else None,
                   top_p if any(sampling.top_p < 1 for sampling in settings) else None,
                   min_p if any(sampling.min_p for sampling in settings) else None)
-
-
-def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampling,
-                  prompt_tokens: int = 0) -> torch.Tensor:
-    """Bias and penalties, in vLLM's order: bias, repetition, frequency, presence.
-
-    Args:
-        scores: float32 ``[vocab]``, finite; not written to.
-        history: every id so far, prompt and answer.
-        prompt_tokens: the place at which the answer begins in ``history``.
-
-    Returns:
-        float32 ``[vocab]``, finite.
-    """
-    if sampling.logit_bias:
-        ids, biases = zip(*sampling.logit_bias)
-        scores = scores.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=scores.dtype))
-    if sampling.repetition_penalty != 1 and history:
-        seen = torch.tensor(sorted(set(history)))
-        old = scores[seen]
-        penalty = sampling.repetition_penalty
-        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
-    if (sampling.frequency_penalty or sampling.presence_penalty) and len(history) > prompt_tokens:
-        seen, counts = torch.tensor(history[prompt_tokens:]).unique(return_counts=True)
-        scores = scores.index_add(0, seen, -(counts * sampling.frequency_penalty
-                                             + sampling.presence_penalty).float())
-    # a penalty far from 1 may lead out of float32's range
-    return scores.clamp(-_LARGEST, _LARGEST) if sampling.has_logit_changes else scores
 
 
 def _masked(scores: torch.Tensor, constraint: TokenConstraint) -> torch.Tensor:

@@ -246,11 +246,11 @@ class _Text:
         """The same, and what will be chosen from."""
         self.note(request)
         tokens, drafted = self._tokens, self.drafted
-        preview, history = request.sampler.preview(), tokens if not request.sampler.on_host else list(tokens)
+        preview, history = request.sampler.preview(), tokens if not request.sampler.changes else list(tokens)
 
         def choose(logits: torch.Tensor) -> int:
             token = preview(logits, history)
-            if request.sampler.on_host:
+            if request.sampler.changes:
                 history.append(token)
             return token
 

@@ -123,7 +123,7 @@ def test_the_prompt_counts_for_the_repetition_penalty(loaded):
         row = torch.zeros(300)
         row[7], row[8] = 6.0, 5.0
         request = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
-        assert request.sampler.on_host == (penalty != 1)
+        assert request.sampler.changes == (penalty != 1)
         assert sample_tokens(row[None], [request.sampler], [request.kv.history]) == [chosen]
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantkit.runtime.penalties import change_logits
 from quantkit.runtime.sampler import (
     MIN_TEMPERATURE,
     Sampler,
     Sampling,
     StopStrings,
-    change_logits,
     filter_tokens,
     sample_tokens,
 )
@@ -265,11 +265,12 @@ def test_biases_and_penalties_out_of_range(settings, name):
         Sampling(**settings)
 
 
-def test_without_bias_penalty_or_constraint_nothing_is_done_on_the_host():
+def test_without_a_constraint_nothing_is_done_on_the_host():
     Sampling(logit_bias=tuple((i, 100) for i in range(300)))
-    assert not Sampler(Sampling(temperature=1, top_k=5)).on_host
+    assert not Sampler(Sampling(temperature=1, top_k=5)).changes
     for settings in ({"logit_bias": ((1, 1),)}, {"presence_penalty": 1}, {"frequency_penalty": -1}):
-        assert Sampler(Sampling(**settings)).on_host
+        sampler = Sampler(Sampling(**settings))
+        assert sampler.changes and not sampler.on_host
 
 
 # -- stop strings in pieces of any size

@@ -216,8 +216,8 @@ class DecodeRunner:
             if not can_sample_on_device(logits, samplers):
                 tokens = self._best(logits)
             else:
-                flying, before = sample_async(logits,
-                                              samplers), flying  # as the engine does: nobody waits for a step
+                # as the engine does: nobody waits for a step
+                flying, before = sample_async(logits, samplers, [[]] * len(samplers)), flying
                 if before is not None:
                     _finite(before.tokens())
             timed = step + 1 - WARM_UP

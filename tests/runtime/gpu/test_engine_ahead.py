@@ -64,6 +64,18 @@ def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
     assert several(loaded) == found
 
 
+@pytest.mark.parametrize("changes", [{"repetition_penalty": 1.4}, {"presence_penalty": 1.5,
+                                                                   "logit_bias": ((7, 3.0),)}])
+def test_penalties_count_tokens_that_the_host_has_not_read(loaded, waiting, monkeypatch, changes):
+    launched, launch = [], PipelinedDecoder._launch
+    monkeypatch.setattr(PipelinedDecoder, "_launch", lambda self, requests, ids: (
+        launched.append(len(requests)), launch(self, requests, ids))[1])
+    found = several(loaded, **changes)
+    assert launched
+    waiting()
+    assert several(loaded, **changes) == found
+
+
 def test_the_trace_has_a_token_where_it_is_read(loaded):
     engine = Engine(loaded)
     requests = []
