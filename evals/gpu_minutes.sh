@@ -14,17 +14,18 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 OUT=${OUT:-gpu-minutes} WORK=${WORK:-/tmp/quantkit-gpu-minutes} PYTHON=${PYTHON:-python3} mode=measure
 device=cuda scale=1 seconds=540 clients=64 repeats=5 rehearse=() marker=gpu peers=bf16,int8,int4
-model=synthetic:llama-3.1-8b context=1100 long=1100,32000,128000 batches=1,64,256 prompts=2048,8192
+model=synthetic:llama-3.1-8b experts="synthetic:qwen3-30b-a3b?layers=8" context=1100 long=1100,32000,128000 batches=1,64,256 prompts=2048,8192
 contexts=1x32768,1x131072,64x1100 rows=1,16,32,64,128,256,512,2048
 trellis=(tests/kernels -k "trellis and bfloat16 and not large and not order")
-tests=(tests/runtime/gpu/test_model.py tests/runtime/gpu/test_engine_ahead.py)
+tests=(tests/runtime/gpu/test_prompts.py tests/kernels/test_experts.py tests/runtime/gpu/test_model.py
+       tests/runtime/gpu/test_engine_ahead.py)
 case ${1:-} in
   "") ;;
   --list) mode=list ;;
   --rehearse)
     export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
     device=cpu scale=20 seconds=7200 clients=4 repeats=1 rehearse=(--rehearse) marker="not gpu and not slow"
-    model="synthetic:llama-1b?layers=1" context=40 long=40,200 batches=1,4 prompts=64,128 contexts=1x70,2x70
+    model="synthetic:llama-1b?layers=1" experts=synthetic:tiny-qwen3-moe context=40 long=40,200 batches=1,4 prompts=64,128 contexts=1x70,2x70
     rows=1,20 trellis=(tests/formats -k trellis) peers=bf16,int8 tests=(tests/kernels/test_levels.py) ;;
   *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
@@ -75,6 +76,7 @@ models() {
   decode 40 decode-trellis4 trellis4 --context "$context" --kv none
   decode 40 decode-trellis3 trellis3 --context "$context" --kv none
   profiled 60 prompts --prompt "$prompts" --chunk 512,2048
+  model=$experts decode 40 decode-experts int4-rtn --context "$context" --kv none --batch "$batches"
 }
 
 products() {

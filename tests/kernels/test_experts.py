@@ -26,24 +26,25 @@ def filled(parts, gated):
                       for side in zip(*halves) for half in side])
 
 
-def plain(generator, n, gated, to):
+def plain(generator, n, gated, on):
     parts = [(64 * torch.randn(n, K, generator=generator)).round() / 64 for _ in range(EXPERTS)]
-    return w16a16.pack(filled(parts, gated).to(to), gated=gated), [part.double() for part in parts]
+    return w16a16.pack(filled(parts, gated).to(*on), gated=gated), [part.double() for part in parts]
 
 
-def int4(generator, n, gated, to):
+def int4(generator, n, gated, on):
     codes = [torch.randint(0, 16, (n, K), generator=generator, dtype=torch.uint8) for _ in range(EXPERTS)]
     scales = [(0.01 * (0.5 + torch.rand(n, K // 32, generator=generator))).half().float() for _ in codes]
     exact = [(code.double() - 8) * scale.double().repeat_interleave(32, 1)
              for code, scale in zip(codes, scales)]
-    return w4a16.pack(filled(codes, gated), filled(scales, gated), gated=gated), exact
+    return w4a16.pack(filled(codes, gated).to(on[0]), filled(scales, gated).to(on[0]), gated=gated), exact
 
 
-def int8(generator, n, gated, to):
+def int8(generator, n, gated, on):
     codes = [torch.randint(-128, 128, (n, K), generator=generator, dtype=torch.int8) for _ in range(EXPERTS)]
     scales = [0.01 * (0.5 + torch.rand(n, 1, generator=generator)) for _ in codes]
     exact = [code.double() * scale.double() for code, scale in zip(codes, scales)]
-    return w8a16.pack(filled(codes, gated), filled(scales, gated)[:, 0], gated=gated), exact
+    scale = filled(scales, gated)[:, 0]
+    return w8a16.pack(filled(codes, gated).to(on[0]), scale.to(on[0]), gated=gated), exact
 
 
 KINDS = {"plain": plain, "int4": int4, "int8": int8}
@@ -81,7 +82,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(on, randn, monkeypatch, n, fami
 @pytest.mark.parametrize("tokens", [3, pytest.param(45, marks=pytest.mark.slow)])
 def test_against_float64(on, randn, obeys_the_rule, kind, n, gated, tokens):
     generator = torch.Generator().manual_seed(1)
-    weight, exact = KINDS[kind](generator, n, gated is not None, on[1])
+    weight, exact = KINDS[kind](generator, n, gated is not None, on)
     x = randn(tokens, K, on=on)
     pairs = route(randn(tokens, EXPERTS, seed=3, on=on), owners(tokens).to(on[0]), 2, True)
     bias = randn(EXPERTS, n, seed=5, on=on)
@@ -97,18 +98,18 @@ def test_against_float64(on, randn, obeys_the_rule, kind, n, gated, tokens):
         gate, up = whole.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
 
-    obeys_the_rule(y, product(x, [part.to(on[1]) for part in exact], bias),
-                   product(x.double(), exact, bias.double()))
+    obeys_the_rule(y, product(x, [part.to(*on) for part in exact], bias),
+                   product(x.double(), [part.to(on[0]) for part in exact], bias.double()))
 
 
 @pytest.mark.parametrize("largest", [16, 64])
 def test_a_pair_has_the_same_bits_in_any_company(on, randn, monkeypatch, largest):
     monkeypatch.setattr(experts, "largest_tile", lambda family: largest)
-    weight, _ = int4(torch.Generator().manual_seed(1), 64, False, on[1])
+    weight, _ = int4(torch.Generator().manual_seed(1), 64, False, on)
     x, scores = randn(100, K, on=on), randn(100, EXPERTS, seed=3, on=on)
 
     def products(tokens, nobody=()):
-        pairs = route(scores[tokens], owners(len(tokens), nobody).to(on[0]), 2, True)
+        pairs = route(scores[tokens].contiguous(), owners(len(tokens), nobody).to(on[0]), 2, True)
         y = multiply_experts(x[tokens], weight, pairs, experts=EXPERTS, outputs=64, chosen=2)
         return combine(y, pairs, x[tokens][:, :64])
 
@@ -129,7 +130,7 @@ def test_results_are_added_by_their_shares(on, randn, obeys_the_rule):
 
 
 def test_what_does_not_fit_is_refused(on, randn):
-    weight, _ = int4(torch.Generator().manual_seed(1), 64, False, on[1])
+    weight, _ = int4(torch.Generator().manual_seed(1), 64, False, on)
     pairs = route(randn(3, EXPERTS, on=on), owners(3).to(on[0]), 2, True)
     for changes in ({"experts": 4}, {"chosen": 1}, {"gated": "silu"}):
         with pytest.raises(ValueError, match=r"fit together|packed so"):

@@ -15,7 +15,7 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.memory import scratch
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
-from quantkit_kernels.triton import w4a16
+from quantkit_kernels.triton import w4a16, w16a16
 from quantkit_kernels.triton.matmul import multiply
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -23,7 +23,9 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 
 
 @pytest.fixture(autouse=True)
-def simulated(monkeypatch):
+def simulated(monkeypatch, request):
+    if request.node.get_closest_marker("gpu"):
+        return
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the kernels run on it instead")
     monkeypatch.setattr(gpu, "SIMULATE", True)
@@ -80,6 +82,27 @@ def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands()
     for rows in (2, 128, 129, 600, 700):
         assert torch.equal(multiplies.multiply(x[:rows], w)[:1], alone)
         assert torch.equal(multiplies.multiply(x[:rows].flip(0), w)[-1:], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (200, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_on_a_gpu(n, k, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    weight = torch.randn(n, k, device="cuda").to(dtype)
+    multiplies = PromptProducts(n * k, dtype, weight.device)
+    w, x = w16a16.pack(weight), torch.randn(2100, k, device="cuda").to(dtype)
+    alone = multiplies.multiply(x[:1], w)
+    print(n, k, dtype, *multiplies._proven.values())
+    if alone is None:
+        pytest.skip("no size gives a row the same bits wherever it stands: our kernels multiply it")
+    exact = x.double() @ weight.double().T
+    theirs = (x @ weight.T - exact).norm()
+    for rows in (2, 129, 700, 2100):
+        y = multiplies.multiply(x[:rows], w)
+        assert torch.equal(y[:1], alone) and torch.equal(multiplies.multiply(x[:rows].flip(0), w)[-1:], alone)
+    assert (y - exact).norm() <= 1.1 * theirs
 
 
 def test_sizes_that_give_a_row_other_bits_are_not_used(monkeypatch):
