@@ -12,7 +12,7 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.runtime.kv_manager import CachedText
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampler, Sampling, StopStrings, not_finite, sample_tokens
+from quantkit.runtime.sampler import Sampler, Sampling, StopStrings, TokenScores, not_finite, sample_tokens
 from quantkit.structure.base import TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -284,7 +284,7 @@ class Request:
         self.prefill = PrefillState(None if pooling is None else Pooler(pooling))
         self.fault = FaultState()
         self.trace = TracedState(self.schedule.arrived_at)
-        self._logprobs = logprobs
+        self.logprobs = logprobs
         self._on_token = on_token
         self._on_done = on_done
         self._on_error = on_error
@@ -298,7 +298,7 @@ class Request:
     @property
     def needs_logits(self) -> bool:
         """Whether the logits that a token was chosen from are needed."""
-        return self._logprobs is not None
+        return self.logprobs is not None
 
     @property
     def tokens_left(self) -> int:
@@ -336,11 +336,13 @@ class Request:
                 if place < len(self.prompt):
                     scored.append(self._info(self.prompt[place], "", row))
 
-    def append(self, token: int, logits: torch.Tensor | None) -> None:
+    def append(self, token: int, logits: torch.Tensor | None, scores: TokenScores | None = None) -> None:
         """Append the next token and tell the listener.
 
         Args:
-            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`needs_logits`.
+            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`needs_logits`, and without
+                ``scores``.
+            scores: what is asked for of them.
 
         Raises:
             ConstraintError: its constraint refuses the token.
@@ -370,11 +372,14 @@ class Request:
             text += self._stops.finish()
         result.text += text
         if self._on_token is not None:
-            row = None
-            if self.needs_logits:
-                assert logits is not None
-                row = logits.float().log_softmax(-1)
-            self._on_token(self._info(token, text, row))
+            if scores is not None:
+                self._on_token(TokenInfo(token, text, scores.logprob, scores.top))
+            else:
+                row = None
+                if self.needs_logits:
+                    assert logits is not None
+                    row = logits.float().log_softmax(-1)
+                self._on_token(self._info(token, text, row))
         if ended:
             self.finish()
 
@@ -397,8 +402,8 @@ class Request:
         if row is None:
             return TokenInfo(token, text)
         top: tuple[tuple[int, float], ...] = ()
-        if self._logprobs:
-            values, ids = row.topk(min(self._logprobs, row.numel()))
+        if self.logprobs:
+            values, ids = row.topk(min(self.logprobs, row.numel()))
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenInfo(token, text, float(row[token]), top)
 
@@ -451,12 +456,14 @@ class TokenResult:
 
     Attributes:
         logits: ``[vocab]`` that the token was chosen from, if they are there.
+        scores: what was asked for of them, if a GPU has worked it out.
         error: the reason why the request fails.
     """
 
     request: Request
     token: int = -1
     logits: torch.Tensor | None = None
+    scores: TokenScores | None = None
     error: Exception | None = None
 
 
@@ -488,11 +495,12 @@ class NextLogits:
                 if not self.requests[place].done]
 
 
-def sampled(request: Request, token: int | QuantkitError, logits: torch.Tensor | None = None) -> TokenResult:
+def sampled(request: Request, token: int | QuantkitError, logits: torch.Tensor | None = None,
+            scores: TokenScores | None = None) -> TokenResult:
     """What a sampler gave as a result; a plugin's codec may be to blame for an error."""
     if isinstance(token, QuantkitError):
         return TokenResult(request, error=request.kv.codec_fault() or token)
-    return TokenResult(request, token, logits)
+    return TokenResult(request, token, logits, scores)
 
 
 @dataclass

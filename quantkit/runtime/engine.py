@@ -434,7 +434,7 @@ class Engine:
             request, error = result.request, result.error
             if error is None:
                 try:
-                    request.append(result.token, result.logits)
+                    request.append(result.token, result.logits, result.scores)
                     self._generated += 1
                 except Exception as failure:
                     error = failure

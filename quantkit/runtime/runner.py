@@ -312,15 +312,15 @@ class PipelinedDecoder:
 
     def _can_run_ahead(self, requests: Sequence[Request]) -> bool:
         """Whether the next step can be launched before the host reads this one's tokens."""
-        return self._model.runs_ahead and not any(
-            request.needs_logits or request.sampler.on_host for request in requests)
+        return self._model.runs_ahead and not any(request.sampler.on_host for request in requests)
 
     def _launch(self, requests: list[Request], ids: torch.Tensor) -> _PendingStep:
         """Begin a step of tokens ``ids [n, 1]``, and the choice of the next ones."""
         logits = self._runner.logits(requests, ids)
         samplers = [request.sampler for request in requests]
         histories = [request.kv.history if request.sampler.changes else [] for request in requests]
-        return _PendingStep(requests, sample_async(logits, samplers, histories))
+        return _PendingStep(requests, sample_async(logits, samplers, histories,
+                                                   [request.logprobs for request in requests]))
 
     def _collect(self, pending: _PendingStep) -> Iterator[TokenResult]:
         try:
@@ -331,7 +331,7 @@ class PipelinedDecoder:
                 if not request.done:
                     yield TokenResult(request, error=error)
             return
-        for request, token in zip(pending.requests, tokens):
+        for request, token, scores in zip(pending.requests, tokens, pending.tokens.scores()):
             if not request.done:
                 self._timing.decode_tokens += 1
-                yield sampled(request, token)
+                yield sampled(request, token, scores=scores)

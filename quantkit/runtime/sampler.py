@@ -206,6 +206,23 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """The log-probability of a token that was chosen, and the most likely ones with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_scores(logits: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities float32 ``[n, 1 + count]``, those of ``ids [n]`` first, and whose they are, where
+    ``logits [n, vocab]`` are."""
+    every = logits.float().log_softmax(-1)
+    best = every.topk(min(count, every.shape[1]), dim=-1)
+    chosen = ids[:, None]
+    return torch.cat((every.gather(1, chosen), best.values), 1), torch.cat((chosen, best.indices), 1)
+
+
+@dataclass(frozen=True)
 class PendingTokens:
     """Tokens that a GPU chooses; nobody has waited for them yet.
 
@@ -216,6 +233,22 @@ class PendingTokens:
     ids: torch.Tensor
     _here: torch.Tensor
     _ready: torch.cuda.Event | None
+    _scores: tuple[torch.Tensor, torch.Tensor] | None = None
+    _counts: Sequence[int | None] = ()
+
+    def scores(self) -> list[TokenScores | None]:
+        """Those that were asked for, once :meth:`tokens` has waited."""
+        if self._scores is None:
+            return [None] * len(self._here)
+        scores = list[TokenScores | None]()
+        rows = iter(zip(*(part.tolist() for part in self._scores)))
+        for count in self._counts:
+            if count is None:
+                scores.append(None)
+            else:
+                values, ids = next(rows)
+                scores.append(TokenScores(values[0], tuple(zip(ids[1:1 + count], values[1:1 + count]))))
+        return scores
 
     def tokens(self) -> list[int | QuantkitError]:
         """Wait for them: ids, or why there is none."""
@@ -230,12 +263,14 @@ def can_sample_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> b
         sampler.on_host for sampler in samplers)
 
 
-def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler],
-                 histories: Sequence[Sequence[int]]) -> PendingTokens:
+def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler], histories: Sequence[Sequence[int]],
+                 logprobs: Sequence[int | None] = ()) -> PendingTokens:
     """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`can_sample_on_device`
     says so. ``histories`` are those of :func:`sample_tokens`, or without the last token where a GPU has
-    counted it."""
+    counted it; ``logprobs`` the numbers of likely tokens whose log-probabilities are asked for beside the
+    chosen one's, before biases and penalties; ``None``: not even that."""
     with gpu.current(logits.device):
+        before = logits
         changed = [row for row, sampler in enumerate(samplers) if sampler.changes]
         changing = [samplers[row] for row in changed]
         if changed:
@@ -250,13 +285,26 @@ def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler],
             count_tokens(changing, chosen if len(changed) == len(samplers) else chosen[changed])
         for sampler in samplers:
             sampler.drawn += 1
+        ids, scores = known.clamp(min=0), None
+        wanted = [row for row, count in enumerate(logprobs) if count is not None]
+        if wanted:
+            rows = gpu.sent(torch.tensor(wanted), logits.device)
+            most = max(count for count in logprobs if count is not None)
+            scores = token_scores(before[rows], ids[rows], most)
         if logits.device.type != "cuda":
-            return PendingTokens(known.clamp(min=0), known, None)
-        pinned = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
-        pinned.copy_(known, non_blocking=True)
+            return PendingTokens(ids, known, None, scores, logprobs)
+        here = _on_its_way(known)
+        if scores is not None:
+            scores = _on_its_way(scores[0]), _on_its_way(scores[1])
         ready = torch.cuda.Event()
         ready.record()
-        return PendingTokens(known.clamp(min=0), pinned, ready)
+        return PendingTokens(ids, here, ready, scores, logprobs)
+
+
+def _on_its_way(there: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there when the device has come so far."""
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    return here.copy_(there, non_blocking=True)
 
 
 def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:

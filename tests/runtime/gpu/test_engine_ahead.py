@@ -178,13 +178,31 @@ def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     assert not engine._decoder.pending and not engine.step() and engine.cache.used_bytes == 0
 
 
-def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):
-    infos = []
-    engine = Engine(loaded)
-    engine.submit([5, 6, 7], Sampling(max_tokens=4, ignore_eos=True), logprobs=2, on_token=infos.append)
-    while engine.step():
-        pass
-    assert len(infos) == 4 and all(one.top[0] == (one.id, one.logprob) for one in infos)
+@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 3.0}])
+def test_who_asks_for_probabilities_gets_those_of_its_token(loaded, waiting, changes):
+    """Also of those whose next step was launched before, each as many as it asks for."""
+    def infos():
+        engine, told = Engine(loaded), {count: [] for count in (None, 0, 2, 5)}
+        for count, infos_of in told.items():
+            engine.submit([5, 6, 7], Sampling(max_tokens=4, ignore_eos=True, **changes), logprobs=count,
+                          on_token=infos_of.append)
+        while engine.step():
+            pass
+        return told
+
+    ahead = infos()
+    waiting()
+    at_once = infos()
+    for count, told in ahead.items():
+        assert [info.id for info in told] == [info.id for info in at_once[count]] and len(told) == 4
+        assert all(len(info.top) == (count or 0) for info in told)
+        for info, other in zip(told, at_once[count]):
+            if count is None:
+                assert info.logprob is None and not info.top
+                continue
+            assert info.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in info.top] == [token for token, _ in other.top]
+            assert changes or count == 0 or info.top[0] == (info.id, info.logprob)
 
 
 def test_a_step_that_fails_keeps_the_tokens_before(loaded, monkeypatch):
