@@ -79,7 +79,7 @@ def prefill(runner: DecodeRunner, kv: KVSpec, prompt: int, chunk: int) -> dict[s
         runner.feed(cache, cache.add(prompt), prompt)
         spent.append(time.perf_counter() - begin)
 
-    feed.prompt_portion = lambda cache: chunk
+    feed.prompt_portion = lambda model, cache: chunk
     for _ in range(5):
         read()
     loaded, timed = runner.loaded, TimedModel(runner.loaded.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +102,9 @@ class CausalLM:
     def check_cache(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
 
-    def warm_up(self, cache: KVCacheProtocol, sequences: int) -> None:
+    def warm_up(self, cache: KVCacheProtocol, sequences: int, tokens: int) -> Iterable[None]:
         """Nothing takes longer the first time."""
+        return ()
 
     def prepare(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations need nothing."""

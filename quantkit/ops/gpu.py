@@ -17,6 +17,8 @@ MAX_GROUP = 128
 OLDEST = (8, 0)
 """The compute capability that a GPU of NVIDIA needs: older ones lack bfloat16 and asynchronous copies, and
 kernels spill their registers there."""
+CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")
+"""What names of AMD's GPUs for data centers begin with."""
 
 
 def reason_against(device: str, dtype: torch.dtype) -> str | None:
@@ -27,8 +29,8 @@ def reason_against(device: str, dtype: torch.dtype) -> str | None:
         return "triton is not installed"
     if device == "cuda" and (capability := _capability()) is not None and capability < OLDEST:
         return "needs a GPU of compute capability {}.{} or newer, not {}.{}".format(*OLDEST, *capability)
-    if device == "cuda" and (amd := _amd()) is not None and not amd.startswith("gfx9"):
-        return f"is made for AMD's CDNA GPUs (gfx9…), not {amd}, which has other matrix instructions"
+    if device == "cuda" and (amd := _amd()) is not None and not amd.startswith(CDNA):
+        return f"is made for AMD's CDNA GPUs, not {amd}, whose matrix instructions differ"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"computes in float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if SIMULATE and device == "cpu" and dtype == torch.bfloat16:

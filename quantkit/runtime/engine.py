@@ -28,10 +28,10 @@ from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.scratch import GPU_ROWS, PREFILL_CHUNK
+from quantkit.runtime.memory.scratch import GPU_LEAST, PREFILL_CHUNK, prompt_portion
 from quantkit.runtime.runner import ModelRunner, PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.scheduler import ChunkSizer, Scheduler
+from quantkit.runtime.scheduler import LEAST, ChunkSizer, Scheduler
 from quantkit.runtime.speculation import DraftCounts, Speculator
 from quantkit.runtime.trace import Timing, Trace
 from quantkit.structure.base import TokenConstraint
@@ -129,8 +129,9 @@ class Engine:
         self.loaded = loaded
         self._max_batch = max_batch
         self._max_queue = max_queue
+        self._context = context or loaded.config.max_position_embeddings
         self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
-                                    context=context or loaded.config.max_position_embeddings,
+                                    context=self._context,
                                     chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
         default = self._settings.default
         self.cache, self.reservation = default.cache, default.reservation
@@ -138,8 +139,9 @@ class Engine:
         self.timing = Timing()
         self.trace = Trace(clock)
         self.max_itl = max_itl if default.invariant else None
-        self._portion = max(PREFILL_CHUNK, GPU_ROWS if loaded.model.device.type == "cuda" else 0)
-        self._sizer = ChunkSizer(self._portion, self.max_itl)
+        self._portion = prompt_portion(loaded.model, self.cache, PREFILL_CHUNK)
+        least = GPU_LEAST if loaded.model.device.type == "cuda" else LEAST
+        self._sizer = ChunkSizer(self._portion, self.max_itl, least)
         self._scheduler = Scheduler(max_batch, max_queue, self._portion, self.trace)
         self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
                                                                                         clock)
@@ -306,8 +308,11 @@ class Engine:
         scheduler = self._scheduler
         if self.loaded.model.device.type == "cuda":
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
+        tokens = self._context if self.reservation is None else self.reservation.tokens
         with self._lock, torch.inference_mode():
-            self.loaded.model.warm_up(self.cache, self._max_batch)
+            for _ in self.loaded.model.warm_up(self.cache, self._max_batch, tokens):
+                if scheduler.closed:
+                    break
         while not scheduler.closed:
             try:
                 with self._lock:

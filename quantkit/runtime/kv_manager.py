@@ -125,7 +125,7 @@ class KVCacheManager:
         # an answer is as if it had been read
         self._one_text = model.decode_matches_prefill and self.invariant
         self.drafts = self.supports_mixed_batches and self._one_text
-        portion = prompt_portion(cache, chunk) if self.invariant else chunk
+        portion = prompt_portion(model, cache, chunk)
         if memory is None:
             memory = spare_bytes(model, cache, sequences, portion)
         self.reservation = None

@@ -59,7 +59,7 @@ class ModulesModel:
     def prepare(self, cache: Any) -> None:
         self.check_cache(cache)
 
-    def warm_up(self, cache: Any, sequences: int) -> None:
+    def warm_up(self, cache: Any, sequences: int, tokens: int) -> NoReturn:
         self.check_cache(cache)
 
     def chunk_invariant(self, cache: Any) -> bool:

@@ -90,8 +90,9 @@ class ProgramModel(LanguageModel):
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` → ``[n, vocab]`` of at most :attr:`max_rows` rows."""
 
-    def warm_up(self, cache: KVCache, sequences: int) -> None:
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int) -> Iterable[None]:
         """Nothing takes longer the first time."""
+        return ()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched where the model is meanwhile."""

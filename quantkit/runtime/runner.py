@@ -224,7 +224,9 @@ class ModelRunner:
 
     def _token_budget(self) -> int:
         """Tokens that may go through the model now, in what is left of the gap."""
-        return self._sizer.tokens_in(self._deadline - self._clock()) if self._awaited else self._chunk
+        if not self._awaited:
+            return self._chunk
+        return min(self._sizer.tokens_in(self._deadline - self._clock()), self._chunk)
 
 
 @dataclass(frozen=True)

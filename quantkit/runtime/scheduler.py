@@ -302,10 +302,11 @@ class ChunkSizer:
         largest: tokens of a chunk, at most.
         max_itl: seconds between two tokens of a sequence, or :data:`SLOWDOWN` times the usual gap if that is
             more. ``None``: every chunk is the largest.
+        least: tokens of a chunk, at least.
     """
 
-    def __init__(self, largest: int, max_itl: float | None) -> None:
-        self._largest, self._max_itl = largest, max_itl
+    def __init__(self, largest: int, max_itl: float | None, least: int = LEAST) -> None:
+        self._largest, self._max_itl, self._least = largest, max_itl, least
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens, and seconds of each token
         self._running = 0  # tokens of the chunk that a device was given in the last step
@@ -315,7 +316,7 @@ class ChunkSizer:
         """Tokens of the next chunk while others decode, if it may take so long."""
         if self._max_itl is None:
             return self._largest
-        least = min(LEAST, self._largest)
+        least = min(self._least, self._largest)
         if not self._chunks:
             return least
         fits = int(seconds / median(cost for _, cost in self._chunks))

@@ -45,6 +45,7 @@ def route_kernel(scores_ptr: tl.tensor, rows_ptr: tl.tensor, chosen_ptr: tl.tens
     score = tl.where(score == score, score, float("-inf"))
     share = tl.exp(score - tl.max(score, 0))
     total = tl.sum(share, 0)
+    share = tl.where(share == share, share, 0.0)  # of numbers that aren't finite some expert is chosen too
     left = tl.where(at < E, share, -1.0)
     if NORMALIZED:
         total = 0.0
@@ -53,7 +54,7 @@ def route_kernel(scores_ptr: tl.tensor, rows_ptr: tl.tensor, chosen_ptr: tl.tens
             left = tl.where(at == tl.argmax(left, 0, tie_break_left=True), -1.0, left)
         left = tl.where(at < E, share, -1.0)
     for choice in tl.static_range(CHOSEN):
-        best = tl.argmax(left, 0, tie_break_left=True)
+        best = tl.minimum(tl.argmax(left, 0, tie_break_left=True), E - 1)
         pair = token * CHOSEN + choice
         tl.store(share_ptr + pair, tl.max(left, 0) / total)
         tl.store(chosen_ptr + pair, tl.where(somebodys, best, E))
@@ -221,7 +222,8 @@ def expert_arguments(w: TritonWeight, size: int, blocks: int, chosen: int
                      ) -> tuple[LaunchPlan, dict[str, Any]]:
     """The plan, and compile-time arguments but GATED, for tiles of ``size`` pairs."""
     plan, constants = arguments(w, size)
-    return replace(plan, split=False), constants | {
+    options = {name: value for name, value in plan.options.items() if name != "launch_pdl"}
+    return replace(plan, split=False, early=False, options=options), constants | {
         "BM": size, "SPLIT": False, "BLOCKS": blocks, "CHOSEN": chosen, "PDL": False}
 
 

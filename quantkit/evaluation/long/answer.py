@@ -88,7 +88,7 @@ class LongContextModel:
         cache = KVCache(loaded.config, self.kv, loaded.dtype, loaded.model.device)
         row = cache.add(item.length + MORE)
         # what comes before the last chunk is the same whenever the question comes
-        portion = prompt_portion(cache)
+        portion = prompt_portion(loaded.model, cache)
         last = (len(context) - 1) // portion * portion
         for start in range(0, last, portion):
             prefill(loaded, cache, row, context[start:start + portion], ends=False)

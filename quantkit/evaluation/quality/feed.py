@@ -39,7 +39,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         Logits ``[1, vocab]`` after the last token.
     """
     device, logits = loaded.model.device, torch.empty(0)
-    portion = prompt_portion(cache)
+    portion = prompt_portion(loaded.model, cache)
     for start in range(0, len(ids), portion):
         chunk = ids[start:start + portion]
         last = ends and start + len(chunk) == len(ids)

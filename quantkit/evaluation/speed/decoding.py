@@ -175,7 +175,7 @@ class DecodeRunner:
         blocks of pages are there twice while they grow."""
         model = self.loaded.model
         cache = self.cache(kv)
-        portion = prompt_portion(cache)
+        portion = prompt_portion(model, cache)
         room = (available_memory() if model.device.type == "cpu"
                 else spare_bytes(model, cache, batch + 1, portion))
         if room is None:

@@ -3,8 +3,8 @@ a few numbers of tokens."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quantkit.ops import gpu
+from quantkit.runtime.memory.scratch import GPU_LEAST, GPU_ROWS
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import StepTokens
@@ -89,16 +90,17 @@ class GraphCache:
             graph.replay()
         return self._logits[:len(rows)]
 
-    def warm_up(self, run: Run, sequences: int, valid: object) -> None:
-        """Capture the steps of up to so many sequences, of any length."""
+    def warm_up(self, run: Run, sequences: int, longest: int, valid: object) -> Iterator[None]:
+        """Capture the steps of up to so many sequences with heads of up to ``longest`` slots, one for each
+        item that is taken."""
         sizes = [size for size, below in zip(BATCHES, (0, *BATCHES)) if below < sequences]
         self._make_room(sizes[-1], valid)
+        lengths = {slots_of(min(SLOTS << doublings, longest), self._limit)
+                   for doublings in range((longest // SLOTS).bit_length() + 1)}
         for size in reversed(sizes):  # the largest first, whose memory the others share
-            for doublings in itertools.count():
-                slots = slots_of(SLOTS << doublings, self._limit)
-                self._graph(run, size, min(slots, self._limit))
-                if slots >= self._limit:
-                    break
+            for slots in sorted(lengths, reverse=True):
+                self._graph(run, size, slots)
+                yield
 
     def _make_room(self, size: int, valid: object) -> None:
         """Forget graphs whose memory moved, and have room for the logits of so many sequences."""
@@ -118,8 +120,11 @@ class GraphCache:
         return self._graphs[size, longest]
 
 
-PORTIONS = (128, 512, 1024, 2048)
+PORTIONS = (GPU_LEAST, 512, 1024, GPU_ROWS)
 """Tokens of prompts in a graph; a step has the next larger one's."""
+OFTEN = 4
+"""Portions of a size after which a graph is worth it where none was captured at the start: a cache that grows
+moves before as many have come, or is let go of."""
 SEQUENCES = 64
 """Sequences whose prompts' tokens a graph has room for, at least."""
 
@@ -146,7 +151,8 @@ class PromptGraphs:
 
     def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype, tokens: int) -> None:
         self._device, self._hidden, self._dtype, self._tokens = device, hidden, dtype, tokens
-        self._graphs: dict[int, _PromptGraph | None] = {}
+        self._graphs: dict[int, _PromptGraph] = {}
+        self._seen = Counter[int]()
         self._valid: object = None
         self._pool: Any = None
 
@@ -163,15 +169,14 @@ class PromptGraphs:
             valid: changes when something lies elsewhere.
 
         Returns:
-            ``[n, hidden]``, valid until the next call; ``None``: there is no graph for as many, or this is
-            the first time that one would do.
+            ``[n, hidden]``, valid until the next call; ``None``: there is no graph for as many, or not yet.
         """
         size = next((size for size in PORTIONS if size >= len(ids)), 0)
         if not size or len(tiles) > size // self._tokens + SEQUENCES:
             return None
         self._forget_what_moved(valid)
-        if size not in self._graphs:  # a cache that grows may move before such a portion comes again
-            self._graphs[size] = None
+        if size not in self._graphs and self._seen[size] < OFTEN:
+            self._seen[size] += 1
             return None
         graph = self._graph(run, size)
         graph.ids[:len(ids)].copy_(ids)
@@ -183,25 +188,26 @@ class PromptGraphs:
             graph.replay()
         return graph.out[:len(ids)]
 
-    def warm_up(self, run: RunPrompt, valid: object) -> None:
-        """Capture the steps of all sizes."""
+    def warm_up(self, run: RunPrompt, valid: object) -> Iterator[None]:
+        """Capture the steps of all sizes, one for each item that is taken."""
         self._forget_what_moved(valid)
         for size in reversed(PORTIONS):
             self._graph(run, size)
+            yield
 
     def _forget_what_moved(self, valid: object) -> None:
         if valid != self._valid:
             self._graphs, self._valid, self._pool = {}, valid, None
+            self._seen.clear()
 
     def _graph(self, run: RunPrompt, size: int) -> _PromptGraph:
-        graph = self._graphs.get(size)
-        if graph is None:
+        if size not in self._graphs:
             ids, step = _nobodys(size, self._device, 1)
             tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
             out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
             replay, self._pool = _captured(lambda: run(ids, step, tiles, out), self._device, self._pool)
-            graph = self._graphs[size] = _PromptGraph(ids, step, tiles, out, replay)
-        return graph
+            self._graphs[size] = _PromptGraph(ids, step, tiles, out, replay)
+        return self._graphs[size]
 
 
 def _nobodys(size: int, device: torch.device, longest: int) -> tuple[torch.Tensor, StepTokens]:

@@ -8,7 +8,7 @@ are there: so a request's tokens depend on nothing but the request.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, proxy
@@ -84,13 +84,13 @@ class _CacheOnDevice:
             self._pages, self._pages_now = self._program.pages(self._cache), self._cache.move_counter.count
         return self._pages
 
-    def warm_up(self, sequences: int) -> None:
-        """Capture all graphs, with tables that needn't move for so many sequences."""
-        longest = self._cache.config.max_position_embeddings
-        self.tables.make_room(sequences, longest)
-        self._program.make_angles(min(longest, MOST_ANGLES))
-        self._graphs.warm_up(self._step, min(sequences, BATCHES[-1]), self._valid)
-        self._prompt_graphs.warm_up(self._prompt_step, self._valid)
+    def warm_up(self, sequences: int, tokens: int) -> Iterator[None]:
+        """Capture all graphs, one for each item that is taken, with tables that needn't move for so many
+        sequences of so many tokens."""
+        self.tables.make_room(sequences, tokens)
+        self._program.make_angles(min(tokens, MOST_ANGLES))
+        yield from self._prompt_graphs.warm_up(self._prompt_step, self._valid)
+        yield from self._graphs.warm_up(self._step, min(sequences, BATCHES[-1]), tokens, self._valid)
 
     def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
         """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
@@ -222,11 +222,16 @@ class GpuModel(ProgramModel):
     def prepare(self, cache: KVCache) -> None:
         """Kernels are compiled, and steps captured, by the thread that runs the model."""
 
-    def warm_up(self, cache: KVCache, sequences: int) -> None:
-        """Capture the graphs of all steps, which compiles their kernels. The interpreter has none."""
-        if self.device.type == "cuda" and self.reason_against(cache) is None:
-            with self.on_device():
-                self._on_device(cache).warm_up(sequences)
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int) -> Iterator[None]:
+        """Capture the graphs of all steps, which compiles their kernels. The interpreter has none, and where
+        there is no memory for all of them each is captured when it is first needed."""
+        if self.device.type != "cuda" or self.reason_against(cache) is not None:
+            return
+        with self.on_device():
+            try:
+                yield from self._on_device(cache).warm_up(sequences, tokens)
+            except torch.OutOfMemoryError:
+                self._caches.pop(cache, None)
 
     def chunk_invariant(self, cache: KVCache) -> bool:
         return True

@@ -39,9 +39,8 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = FusedLinear(attention.inputs, dtype, device)
         self.o = FusedLinear([attention.o_proj], dtype, device)
-        self.sinks = attention.sinks
-        self.sink_scores = None if attention.sinks is None else (
-            attention.sinks.double() * math.log2(math.e)).float().to(device)
+        self.sinks = None if attention.sinks is None else attention.sinks.to(device)
+        self.sink_scores = None if self.sinks is None else (self.sinks.double() * math.log2(math.e)).float()
         self.products = [self.qkv, self.o]
         self.experts = None
         if isinstance(mlp, MLP):

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
+from quantkit.runtime.memory.scratch import GPU_LEAST, GPU_ROWS
+
 if TYPE_CHECKING:
     from quantkit_kernels.triton.matmul import Gate
     from quantkit_kernels.triton.packed import TritonWeight
 
 USUAL = 512
 """Rows of the size that the others are compared with."""
-SIZES = (128, USUAL, 2048)
+SIZES = (GPU_LEAST, USUAL, GPU_ROWS)
 """Rows that go through a library's product at once."""
 _ELSEWHERE = 37
 """Rows by which others are moved, to see whether their place makes a difference: no tile's size divides
@@ -55,10 +57,11 @@ class PromptProducts:
         """
         from quantkit_kernels.triton import dequantize
 
-        if dequantize.reason_against(w) is not None or w.n * w.k > self._scratch.numel():
+        key = w.n, w.k, bias is not None, residual is not None
+        if (dequantize.reason_against(w) is not None or w.n * w.k > self._scratch.numel()
+                or self._proven.get(key) == ()):
             return None
         weight = dequantize.dequantize(w, self._scratch).T
-        key = w.n, w.k, bias is not None, residual is not None
         with _whole_sums():
             if key not in self._proven:
                 self._proven[key] = _proven_sizes(weight, bias, residual is not None)
@@ -110,28 +113,28 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
 
 
 def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None, has_residual: bool) -> tuple[int, ...]:
-    """The sizes at which a row has the bits that it has among :data:`USUAL`, wherever it stands."""
+    """The sizes at which every row has the bits that it has at the beginning of :data:`USUAL`, wherever it
+    stands: drawn rows come again and again, at two sets of places."""
     k, n = weight.shape
-    largest = max(SIZES)
+    count = min(SIZES)
     generator = torch.Generator(weight.device).manual_seed(0)
 
     def drawn(columns: int) -> torch.Tensor:
-        return torch.randn(largest, columns, generator=generator, dtype=weight.dtype, device=weight.device)
+        return torch.randn(count, columns, generator=generator, dtype=weight.dtype, device=weight.device)
 
     x, residual = drawn(k), drawn(n) if has_residual else None
 
-    def product(size: int, moved: int) -> torch.Tensor:
-        """The first rows, each from ``moved`` places further down."""
-        order = (torch.arange(size, device=weight.device) - moved) % size
+    def product(size: int, moved: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and which drawn row each one is of."""
+        order = (torch.arange(size, device=weight.device) - moved) % count
         out = x.new_empty(size, n)
         _product(x[order], weight, bias, None if residual is None else residual[order], out)
-        return out.roll(-moved, 0)
+        return out, order
 
-    usual = product(USUAL, 0)
-    first = min(SIZES)
-    return tuple(size for size in SIZES if (size == USUAL or torch.equal(
-        product(size, 0)[:first], usual[:first])) and torch.equal(
-        product(size, _ELSEWHERE)[:first], usual[:first]))
+    usual = product(USUAL, 0)[0][:count]
+    results = {size: [product(size, moved) for moved in (0, _ELSEWHERE)] for size in SIZES}
+    return tuple(size for size, both in results.items()
+                 if all(torch.equal(out, usual[order]) for out, order in both))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot, all_slots, linear_slots
 from quantkit.models.config import ModelConfig
+from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
@@ -28,6 +29,8 @@ CPU_ROWS = 512
 """Tokens that go through a program of CPU kernels at once, at most."""
 GPU_ROWS = 2048
 """Tokens that go through a model on a GPU at once, at most."""
+GPU_LEAST = 128
+"""Tokens of a prompt that go through a model on a GPU in the time of one: rows are filled up to as many."""
 GPU_SEQUENCES = 256
 """Sequences that decode side by side on a GPU, at most."""
 MIN_POSITIONS = 512
@@ -146,21 +149,22 @@ def packing_bytes(config: ModelConfig) -> int:
     """What is there beside the weights while a GPU's are laid out: all of a layer that see one input, or the
     head."""
     return PACKING * max(_product_sizes(
-        all_slots(config) if config.tie_word_embeddings else linear_slots(config)))
+        config, all_slots(config) if config.tie_word_embeddings else linear_slots(config)))
 
 
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What a GPU's products of prompts keep for the weight that they dequantize, at most."""
-    return dtype.itemsize * max(_product_sizes(
-        [slot for slot in linear_slots(config) if slot.layer is not None and ".experts." not in slot.name]))
+    return dtype.itemsize * max(_product_sizes(config, [
+        slot for slot in linear_slots(config) if slot.layer is not None and ".experts." not in slot.name]))
 
 
-def _product_sizes(slots: Sequence[LinearSlot]) -> Collection[int]:
+def _product_sizes(config: ModelConfig, slots: Sequence[LinearSlot]) -> Collection[int]:
     """Numbers of the weights that see one input, or one expert's."""
     sizes: dict[object, int] = defaultdict(int)
     for slot in slots:
-        # of an expert's two kinds one sees tokens, the other what was opened
-        shares = slot.in_features if ".experts." in slot.name else slot.shares
+        shares = slot.shares
+        if config.experts is not None and ".experts." in slot.name:  # all that are down, or all others
+            shares = str(slot.name.endswith(config.experts.projections[2]))
         sizes[slot.layer, shares] += slot.out_features * slot.in_features
     return sizes.values()
 
@@ -176,11 +180,12 @@ def gpu_step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
             + GPU_SEQUENCES * (config.vocab_size * (dtype.itemsize + 8) + splits))
 
 
-def prompt_portion(cache: KVCache, chunk: int = PREFILL_CHUNK) -> int:
+def prompt_portion(model: LanguageModel, cache: KVCache, chunk: int = PREFILL_CHUNK) -> int:
     """Prompt tokens that go through a model over this cache at once, at most; ``chunk``: those after which
-    policies act that act on chunks."""
+    policies act that act on chunks, and after which a prompt is cut if that makes a difference."""
     acts = any(layer.policy.on_prefill == "chunk" for layer in cache.layers)
-    return GPU_ROWS if cache.device.type == "cuda" and not acts else chunk
+    whole = model.device.type == "cuda" and not acts and model.chunk_invariant(cache)
+    return GPU_ROWS if whole else chunk
 
 
 def table_size(entries: int) -> int:
@@ -192,7 +197,8 @@ def residual_table_size(cache: KVCache) -> int:
     """Pages of vectors that wait for their codes for which a GPU's tables come to have room, while a prompt's
     portion is read."""
     codecs = cache.codecs
-    return table_size(-(-(codecs.first + codecs.residual_length + prompt_portion(cache)) // PAGE) + 1)
+    portion = GPU_ROWS if cache.device.type == "cuda" else PREFILL_CHUNK
+    return table_size(-(-(codecs.first + codecs.residual_length + portion) // PAGE) + 1)
 
 
 def gpu_table_bytes(cache: KVCache, sequences: int, context: int) -> int:

@@ -267,8 +267,8 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch, capability, reason):
     assert gpu.reason_against("cuda", torch.bfloat16) == reason
 
 
-@pytest.mark.parametrize(("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx1100", False),
-                                             ("gfx1201", False)])
+@pytest.mark.parametrize(("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx906", False),
+                                             ("gfx1100", False), ("gfx1201", False)])
 def test_amds_other_gpus_are_told_apart(monkeypatch, arch, taken):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "7.1")

@@ -119,12 +119,24 @@ def test_sizes_that_give_a_row_other_bits_are_not_used(monkeypatch):
     assert multiplies.multiply(torch.randn(4, 160), w) is not None
     assert set(multiplies._proven.values()) == {(USUAL,)}
 
-    def by_place(x, weight, bias, residual, out):
-        product(x, weight, bias, residual, out)
-        out[1::2] *= 1 + 2.0**-20
+    for place in (slice(1, None, 2), slice(USUAL - 1, USUAL)):
+        def by_place(x, weight, bias, residual, out, place=place):
+            product(x, weight, bias, residual, out)
+            out[place] *= 1 + 2.0**-20
 
-    monkeypatch.setattr(prompts, "_product", by_place)
-    assert products().multiply(torch.randn(4, 160), w) is None  # our kernels do it then
+        monkeypatch.setattr(prompts, "_product", by_place)
+        multiplies = products()
+        assert multiplies.multiply(torch.randn(600, 160), w) is None or USUAL not in (
+            multiplies._proven.popitem()[1])
+
+    def at_the_end(x, weight, bias, residual, out):
+        product(x, weight, bias, residual, out)
+        out[1900:] *= 1 + 2.0**-20
+
+    monkeypatch.setattr(prompts, "_product", at_the_end)
+    multiplies = products()
+    assert multiplies.multiply(torch.randn(4, 160), w) is not None
+    assert set(multiplies._proven.values()) == {(128, USUAL)}
 
 
 def test_a_weight_that_has_no_room_is_left_to_our_kernels():
@@ -133,8 +145,9 @@ def test_a_weight_that_has_no_room_is_left_to_our_kernels():
 
 @torch.inference_mode()
 def test_a_graph_has_the_bits_of_single_operations(tmp_path, monkeypatch):
-    """The first portion of a size goes operation by operation; the next ones are graphs, padded with tokens
+    """The first portions of a size go operation by operation; the next ones are graphs, padded with tokens
     that are nobody's, of several sequences too."""
+    monkeypatch.setattr(graphs, "OFTEN", 1)
     loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
     cache = KVCache(loaded.config, parse_kv("int8"), loaded.dtype, loaded.model.device)
     ids = torch.randint(4, 300, (60,), generator=torch.Generator().manual_seed(0))
@@ -186,7 +199,7 @@ def test_what_is_captured_at_the_start_serves_for_all_steps(tmp_path, monkeypatc
     loaded = load(str(tiny_model(tmp_path / "m", **SMALL, max_position_embeddings=128)))
     engine = Engine(loaded, kv=parse_kv("int4"), max_batch=3, memory=1 << 20)
     on_device = loaded.model._on_device(engine.cache)
-    on_device.warm_up(3)
+    assert sum(1 for _ in on_device.warm_up(3, 128)) == 5
     decoding, prompts_of = dict(on_device._graphs._graphs), dict(on_device._prompt_graphs._graphs)
     assert {size for size, _ in decoding} == {1, 2, 4} and set(prompts_of) == {16, 128}
     for count in (100, 3, 17):
