@@ -12,7 +12,7 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.runtime.kv_manager import CachedText
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampler, Sampling, StopStrings, TokenScores, not_finite, sample_tokens
+from quantkit.runtime.sampler import ChosenScores, Sampler, Sampling, StopStrings, not_finite, sample_tokens
 from quantkit.structure.base import TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -336,7 +336,7 @@ class Request:
                 if place < len(self.prompt):
                     scored.append(self._info(self.prompt[place], "", row))
 
-    def append(self, token: int, logits: torch.Tensor | None, scores: TokenScores | None = None) -> None:
+    def append(self, token: int, logits: torch.Tensor | None, scores: ChosenScores | None = None) -> None:
         """Append the next token and tell the listener.
 
         Args:
@@ -463,7 +463,7 @@ class TokenResult:
     request: Request
     token: int = -1
     logits: torch.Tensor | None = None
-    scores: TokenScores | None = None
+    scores: ChosenScores | None = None
     error: Exception | None = None
 
 
@@ -496,7 +496,7 @@ class NextLogits:
 
 
 def sampled(request: Request, token: int | QuantkitError, logits: torch.Tensor | None = None,
-            scores: TokenScores | None = None) -> TokenResult:
+            scores: ChosenScores | None = None) -> TokenResult:
     """What a sampler gave as a result; a plugin's codec may be to blame for an error."""
     if isinstance(token, QuantkitError):
         return TokenResult(request, error=request.kv.codec_fault() or token)

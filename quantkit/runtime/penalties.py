@@ -50,7 +50,7 @@ def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampli
 
 
 @dataclass(frozen=True)
-class TokenCounts:
+class CountedTokens:
     """How often a sequence has each token, in a row of a table on a GPU, int32 ``[n, vocab]``."""
 
     table: torch.Tensor
@@ -109,7 +109,7 @@ def _table(samplers: Sequence[Sampler], histories: Sequence[Sequence[int]],
         _counted(history, sampler.prompt_tokens, logits) if sampler.counts is None
         else sampler.counts.table[sampler.counts.row] for sampler, history in zip(samplers, histories)])
     for row, sampler in enumerate(samplers):
-        sampler.counts = TokenCounts(table, row)
+        sampler.counts = CountedTokens(table, row)
     return table
 
 

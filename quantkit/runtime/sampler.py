@@ -10,7 +10,7 @@ import torch
 
 from quantkit.ops import gpu
 from quantkit.ops.rows import greedy, one_thread
-from quantkit.runtime.penalties import TokenCounts, change_logits, change_logits_there, count_tokens
+from quantkit.runtime.penalties import CountedTokens, change_logits, change_logits_there, count_tokens
 from quantkit.structure.base import ConstraintError, TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -130,7 +130,7 @@ class Sampler:
         self.sampling, self.drawn = sampling, 0
         self.prompt_tokens, self._constraint = prompt_tokens, constraint
         self.on_host, self.changes = constraint is not None, sampling.has_logit_changes
-        self.counts: TokenCounts | None = None
+        self.counts: CountedTokens | None = None
         self._generator = torch.Generator()
         self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
         if sampling.seed is not None:
@@ -206,7 +206,7 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class ChosenScores:
     """The log-probability of a token that was chosen, and the most likely ones with theirs."""
 
     logprob: float
@@ -236,18 +236,18 @@ class PendingTokens:
     _scores: tuple[torch.Tensor, torch.Tensor] | None = None
     _counts: Sequence[int | None] = ()
 
-    def scores(self) -> list[TokenScores | None]:
+    def scores(self) -> list[ChosenScores | None]:
         """Those that were asked for, once :meth:`tokens` has waited."""
         if self._scores is None:
             return [None] * len(self._here)
-        scores = list[TokenScores | None]()
+        scores = list[ChosenScores | None]()
         rows = iter(zip(*(part.tolist() for part in self._scores)))
         for count in self._counts:
             if count is None:
                 scores.append(None)
             else:
                 values, ids = next(rows)
-                scores.append(TokenScores(values[0], tuple(zip(ids[1:1 + count], values[1:1 + count]))))
+                scores.append(ChosenScores(values[0], tuple(zip(ids[1:1 + count], values[1:1 + count]))))
         return scores
 
     def tokens(self) -> list[int | QuantkitError]:
@@ -289,8 +289,8 @@ def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler], histories: S
         wanted = [row for row, count in enumerate(logprobs) if count is not None]
         if wanted:
             rows = gpu.sent(torch.tensor(wanted), logits.device)
-            most = max(count for count in logprobs if count is not None)
-            scores = token_scores(before[rows], ids[rows], most)
+            largest = max(count for count in logprobs if count is not None)
+            scores = token_scores(before[rows], ids[rows], largest)
         if logits.device.type != "cuda":
             return PendingTokens(ids, known, None, scores, logprobs)
         here = _on_its_way(known)

@@ -184,8 +184,8 @@ def prompt_portion(model: LanguageModel, cache: KVCache, chunk: int = PREFILL_CH
     """Prompt tokens that go through a model over this cache at once, at most; ``chunk``: those after which
     policies act that act on chunks, and after which a prompt is cut if that makes a difference."""
     acts = any(layer.policy.on_prefill == "chunk" for layer in cache.layers)
-    whole = model.device.type == "cuda" and not acts and model.chunk_invariant(cache)
-    return GPU_ROWS if whole else chunk
+    large = model.device.type == "cuda" and not acts and model.chunk_invariant(cache)
+    return GPU_ROWS if large else chunk
 
 
 def table_size(entries: int) -> int:
