@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, family_of
+from quantkit_kernels.triton.levels import QuantizedActivations
 from quantkit_kernels.triton.matmul import Gate, LaunchPlan, arguments, is_gate, matmul_kernel
 from quantkit_kernels.triton.packed import TritonWeight
 
@@ -177,15 +178,16 @@ def route(scores: torch.Tensor, rows: torch.Tensor, chosen: int, normalized: boo
     return result
 
 
-def multiply_experts(x: torch.Tensor, w: TritonWeight, pairs: Pairs, *, experts: int, outputs: int,
-                     bias: torch.Tensor | None = None, gated: Gate | None = None,
+def multiply_experts(x: torch.Tensor | QuantizedActivations, w: TritonWeight, pairs: Pairs, *, experts: int,
+                     outputs: int, bias: torch.Tensor | None = None, gated: Gate | None = None,
                      chosen: int = 1) -> torch.Tensor:
     """Every pair's row by its expert's weight.
 
     Args:
-        x: ``[tokens, k]`` with ``chosen`` experts a token, or ``[pairs, k]`` with 1.
+        x: ``[tokens, k]`` with ``chosen`` experts a token, or ``[pairs, k]`` with 1; levels with a scale a
+            row for weights that take them.
         w: the weights of all experts one below the other, each filled up to :func:`padded_rows`; gated ones
-            as all gates, then all that they open. Not one that takes rounded activations.
+            as all gates, then all that they open. Not one whose inputs are rounded in groups.
         pairs: the result of :func:`route`.
         experts: how many there are.
         outputs: columns of the result.
@@ -200,20 +202,22 @@ def multiply_experts(x: torch.Tensor, w: TritonWeight, pairs: Pairs, *, experts:
     """
     blocks, over = divmod(w.words.shape[0], experts)
     number = pairs.chosen.numel()
-    if (over or w.decoder.levels or w.inputs is not None or x.ndim != 2 or x.shape[1] != w.k
-            or x.shape[0] * chosen != number or x.dtype not in w.decoder.takes):
-        raise ValueError(f"x {list(x.shape)} {x.dtype}, a weight [{w.n}, {w.k}] of {experts} experts and "
-                         f"{number} pairs don't fit together")
+    values = x.values if isinstance(x, QuantizedActivations) else x
+    if (over or w.decoder.levels != isinstance(x, QuantizedActivations) or w.inputs is not None
+            or values.shape != (number // chosen, w.k) or values.dtype not in w.decoder.takes):
+        raise ValueError(f"x {list(values.shape)} {values.dtype}, a weight [{w.n}, {w.k}] of {experts} "
+                         f"experts and {number} pairs don't fit together")
     if is_gate(gated) != w.gated:
         raise ValueError("a gate goes with weights that were packed so, and with no others")
-    y = torch.empty(number, outputs, dtype=x.dtype, device=x.device)
+    y = torch.empty(number, outputs, dtype=x.dtype, device=values.device)
     if number == 0:
         return y
-    x = x if x.stride(1) == 1 else x.contiguous()
+    values = values if values.stride(1) == 1 else values.contiguous()
+    scale = x.scale.repeat_interleave(chosen) if isinstance(x, QuantizedActivations) else None
     plan, constants = expert_arguments(w, pairs.size, blocks, chosen)
     matmul_kernel[(blocks, len(pairs.tiles), 1)](
-        x, None, w.words, w.scale, bias, None, y, number, outputs, x.stride(0), 0, y.stride(0),
-        MAGIC.get(x.dtype, 0), table_ptr=w.table, tile_ptr=pairs.tiles, order_ptr=pairs.order, GATED=gated,
+        values, scale, w.words, w.scale, bias, None, y, number, outputs, values.stride(0), 0, y.stride(0),
+        MAGIC.get(values.dtype, 0), table_ptr=w.table, tile_ptr=pairs.tiles, order_ptr=pairs.order, GATED=gated,
         **constants, **plan.options)
     return y
 

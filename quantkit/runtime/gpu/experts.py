@@ -37,8 +37,8 @@ def reason_against(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]
             specs = {None if (weight := quantized.get(name)) is None else weight.spec for name in names}
             if len(specs) > 1:
                 return f"multiplies experts that are quantized alike, unlike those of layer {index}"
-            if any(spec is not None and spec.activations for spec in specs):
-                return "multiplies experts whose inputs aren't rounded"
+            if any(spec is not None and spec.activations == "group" for spec in specs):
+                return "multiplies experts whose inputs aren't rounded in groups"
     return None
 
 
@@ -80,9 +80,7 @@ class ExpertLayer:
                   gated: Gate | None = None) -> torch.Tensor:
         from quantkit_kernels.triton.experts import multiply_experts
 
-        ready = linear.prepared(x)
-        assert isinstance(ready, torch.Tensor)
-        return multiply_experts(ready, linear.weight, pairs, experts=self._experts.count, outputs=outputs,
+        return multiply_experts(linear.prepared(x), linear.weight, pairs, experts=self._experts.count, outputs=outputs,
                                 bias=linear.bias, gated=gated, chosen=chosen)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quantkit_kernels.tools.cases.case import POINTERS, AotCase, aot_case
-from quantkit_kernels.tools.cases.products import BF16, ProductFormat, kinds
+from quantkit_kernels.tools.cases.products import ProductFormat, kinds
 from quantkit_kernels.triton import experts, matmul
 from quantkit_kernels.triton.fragment import MAGIC, ROWS
 
 COUNT, CHOSEN = 128, 8
 """Of a Qwen3 30B-A3B, whose experts are 768 wide."""
-FORMATS = ("w16a16", "w4a16 g128", "w4a16 g64", "w4a16 super", "w8a16", "fp8", "nf4", "nvfp4", "mxfp4", "iq4")
+FORMATS = ("w16a16", "w4a16 g128", "w4a16 g64", "w4a16 super", "w8a16", "fp8", "nf4", "nvfp4", "mxfp4", "iq4",
+           "w8a8", "fp8a8")
 
 
 def aot_cases(family: str) -> Iterator[AotCase]:
@@ -42,13 +43,14 @@ def _product(kind: ProductFormat, size: int, family: str, gated: bool) -> AotCas
     weight = kind.packed(COUNT * n, k, family, gated)
     plan, constants = experts.expert_arguments(weight, size, n // ROWS, CHOSEN if gated else 1)
     scale = {} if kind.scale is None else {"s_ptr": POINTERS[kind.scale]}
+    scale |= {"t_ptr": "*fp32"} if kind.decoder.levels else {}
     integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
-    pointers = {"x_ptr": "*bf16", "w_ptr": POINTERS[BF16 if kind.words == BF16 else kind.words], **scale,
+    pointers = {"x_ptr": POINTERS[kind.x], "w_ptr": POINTERS[kind.words], **scale,
                 "y_ptr": "*bf16", "tile_ptr": "*i32", "order_ptr": "*i32"}
     absent = {name: None for name in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr") if name not in scale}
     case = aot_case(f"{kind.name} moe m{size}{' gated' * gated}", matmul.matmul_kernel,
                     {**pointers, **dict.fromkeys(integers, "i32")},
                     {**absent, **constants, "GATED": "silu" if gated else None, **plan.options}, matrix=True,
                     multiples=tuple(name for name in integers
-                                    if name != "m" and (name != "magic" or MAGIC[BF16] % 16 == 0)))
+                                    if name != "m" and (name != "magic" or MAGIC.get(kind.x, 0) % 16 == 0)))
     return replace(case, wide_loads=1)
