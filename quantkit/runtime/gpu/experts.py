@@ -80,8 +80,8 @@ class ExpertLayer:
                   gated: Gate | None = None) -> torch.Tensor:
         from quantkit_kernels.triton.experts import multiply_experts
 
-        return multiply_experts(linear.prepared(x), linear.weight, pairs, experts=self._experts.count, outputs=outputs,
-                                bias=linear.bias, gated=gated, chosen=chosen)
+        return multiply_experts(linear.prepared(x), linear.weight, pairs, experts=self._experts.count,
+                                outputs=outputs, bias=linear.bias, gated=gated, chosen=chosen)
 
 
 def _side_by_side(sides: Sequence[Sequence[Linear]], dtype: torch.dtype, device: torch.device
