@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.epilogue import opened
-from quantkit_kernels.triton.fragment import MAGIC
+from quantkit_kernels.triton.fragment import MAGIC, family_of
 from quantkit_kernels.triton.group_scales import fine_at, scales_at
 from quantkit_kernels.triton.matmul import Gate, arguments, is_gate
 from quantkit_kernels.triton.packed import FLOATS, TritonWeight
@@ -120,8 +120,13 @@ def dequantize(w: TritonWeight, out: torch.Tensor) -> torch.Tensor:
 def constants(w: TritonWeight) -> dict[str, object]:
     """Compile-time arguments of the kernel, and how it is launched."""
     _, every = arguments(w, 1)
+    lanes = 64 if w.family == "cdna" else 32
+    wide = w.words.shape[2] * w.words.element_size() // (16 * lanes)  # warps that load 16 bytes a lane
+    warps = min(4 if w.bk <= 64 else 8, 1 << (wide.bit_length() - 1))
+    # without a bound ptxas gives up registers for occupancy there, and spills
+    bound = {"maxnreg": 255} if w.family == "blackwell" else {}
     return {name: value for name, value in every.items() if name in dequantize_kernel.arg_names} | {
-        "GATED": w.gated, "PER": TILES, "num_warps": 4 if w.bk <= 64 else 8}
+        "GATED": w.gated, "PER": TILES, "num_warps": warps} | bound
 
 
 def apply_gate(x: torch.Tensor, activation: Gate) -> torch.Tensor:
@@ -144,6 +149,12 @@ def apply_gate(x: torch.Tensor, activation: Gate) -> torch.Tensor:
     y = x.new_empty(m, both // 2)
     if m:
         x = x if x.stride(1) == 1 else x.contiguous()
-        gate_kernel[(m, -(-(both // 2) // COLUMNS))](x, y, both // 2, x.stride(0), KIND=activation,
-                                                     BLOCK=COLUMNS)
+        gate_kernel[(m, -(-(both // 2) // COLUMNS))](
+            x, y, both // 2, x.stride(0), KIND=activation, BLOCK=COLUMNS,
+            num_warps=gate_warps(family_of(x.device)))
     return y
+
+
+def gate_warps(family: str) -> int:
+    """Warps of a program of :func:`gate_kernel`, whose lanes load 16 bytes each."""
+    return 2 if family == "cdna" else 4

@@ -341,8 +341,8 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     yield _aot_numbers(known["w4a16 g128"], family, gated=True)
     yield aot_case("gate", dequantize.gate_kernel,
                    {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32", "x_row": "i32"},
-                   {"KIND": "silu", "BLOCK": dequantize.COLUMNS, "num_warps": 4}, multiples=("n", "x_row"),
-                   wide_loads=2)
+                   {"KIND": "silu", "BLOCK": dequantize.COLUMNS,
+                    "num_warps": dequantize.gate_warps(family)}, multiples=("n", "x_row"), wide_loads=2)
     for kind in BLOCK_SCALED if family in w4a4.NATIVE else ():
         for m in (16, 32, 64, 2048):
             yield _aot_product(kind, m, family)
