@@ -132,9 +132,12 @@ def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None, has_residual:
         return out, order
 
     usual = product(USUAL, 0)[0][:count]
-    results = {size: [product(size, moved) for moved in (0, _ELSEWHERE)] for size in SIZES}
-    return tuple(size for size, both in results.items()
-                 if all(torch.equal(out, usual[order]) for out, order in both))
+
+    def is_usual(out: torch.Tensor, order: torch.Tensor) -> bool:
+        return all(torch.equal(rows, usual[drawn_rows])
+                   for rows, drawn_rows in zip(out.split(count), order.split(count)))
+
+    return tuple(size for size in SIZES if all(is_usual(*product(size, moved)) for moved in (0, _ELSEWHERE)))
 
 
 @contextmanager
