@@ -173,7 +173,10 @@ def test_a_mutated_file_loads_or_is_refused(tmp_path_factory, edits):
         assert path.name in error.what
     else:
         for name, info in file.infos.items():
-            assert file.tensor(name).shape == info.shape
+            try:
+                assert file.tensor(name).shape == info.shape
+            except SourceError as error:  # an edit made an infinity of a number
+                assert "not finite" in error.what and path.name in error.what
 
 
 # folders
