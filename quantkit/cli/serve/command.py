@@ -69,8 +69,7 @@ MAX_KEYS = 2**16
                    "replica that has read it.")
 @overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=None,
-              help="Largest number of sequences that run side by side. By default 16, and 64 on a GPU "
-                   "without --replicas.")
+              help="Largest number of sequences side by side: 16, on a GPU 64 (16 with --replicas).")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
               help="Largest number of waiting requests; others are told to try again.")
 @click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs",

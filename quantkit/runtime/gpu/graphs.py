@@ -91,8 +91,8 @@ class GraphCache:
         return self._logits[:len(rows)]
 
     def warm_up(self, run: Run, sequences: int, longest: int, valid: object) -> Iterator[None]:
-        """Capture the steps of up to so many sequences with heads of up to ``longest`` slots, one for each
-        item that is taken."""
+        """Capture the steps of up to ``sequences`` sequences, whose heads have up to ``longest`` slots: one
+        for each item that is taken."""
         sizes = [size for size, below in zip(BATCHES, (0, *BATCHES)) if below < sequences]
         self._make_room(sizes[-1], valid)
         lengths = {slots_of(min(SLOTS << doublings, longest), self._limit)
@@ -103,7 +103,7 @@ class GraphCache:
                 yield
 
     def _make_room(self, size: int, valid: object) -> None:
-        """Forget graphs whose memory moved, and have room for the logits of so many sequences."""
+        """Forget graphs whose memory moved, and have room for the logits of ``size`` sequences."""
         if valid != self._valid:
             self._graphs, self._valid, self._pool = {}, valid, None
         if size > len(self._logits):

@@ -85,8 +85,8 @@ class _CacheOnDevice:
         return self._pages
 
     def warm_up(self, sequences: int, tokens: int) -> Iterator[None]:
-        """Capture all graphs, one for each item that is taken, with tables that needn't move for so many
-        sequences of so many tokens."""
+        """Capture all graphs, one for each item that is taken, with tables that needn't move for
+        ``sequences`` sequences of ``tokens`` tokens."""
         self.tables.make_room(sequences, tokens)
         self._program.make_angles(min(tokens, MOST_ANGLES))
         yield from self._prompt_graphs.warm_up(self._prompt_step, self._valid)

@@ -57,7 +57,7 @@ class DeviceTables:
         self.tables = self._made(ROWS, TABLE_WIDTH, TABLE_WIDTH)
 
     def make_room(self, sequences: int, tokens: int) -> None:
-        """Room for so many sequences of so many tokens, so that the tables needn't move later."""
+        """Make the tables large enough for this number of sequences, each of this number of tokens."""
         width = table_size(-(-tokens // PAGE))
         waiting = residual_table_size(self._cache) if self._cache.has_residual else TABLE_WIDTH
         self.tables = self._made(table_size(sequences + 1), width, waiting)

@@ -70,10 +70,10 @@ def test_penalties_count_tokens_that_the_host_has_not_read(loaded, waiting, monk
     launched, launch = [], PipelinedDecoder._launch
     monkeypatch.setattr(PipelinedDecoder, "_launch", lambda self, requests, ids: (
         launched.append(len(requests)), launch(self, requests, ids))[1])
-    found = several(loaded, **changes)
+    ahead = several(loaded, **changes)
     assert launched
     waiting()
-    assert several(loaded, **changes) == found
+    assert several(loaded, **changes) == ahead
 
 
 def test_the_trace_has_a_token_where_it_is_read(loaded):

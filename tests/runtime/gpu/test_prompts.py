@@ -48,8 +48,7 @@ def products(numbers=96 * 160):
     (1024, SIZES, [512] * 2), (1100, SIZES, [2048]), (2048, SIZES, [2048]), (5, (512,), [512]),
     (2048, (512,), [512] * 4)])
 def test_portions_have_room_for_all_rows(m, sizes, portions):
-    found = list(prompts._portions(m, sizes))
-    assert found == portions and sum(found) >= m
+    assert list(prompts._portions(m, sizes)) == portions and sum(portions) >= m
 
 
 @pytest.mark.parametrize("has", [(), ("bias",), ("residual",), ("bias", "residual")])
@@ -95,8 +94,9 @@ def test_a_row_on_a_gpu(n, k, dtype):
     w, x = w16a16.pack(weight), torch.randn(2100, k, device="cuda").to(dtype)
     alone = multiplies.multiply(x[:1], w)
     print(n, k, dtype, *multiplies._proven.values())
-    if alone is None:
-        pytest.skip("no size gives a row the same bits wherever it stands: our kernels multiply it")
+    if alone is None:  # no size gives a row the same bits wherever it stands: then it stays so
+        assert [*multiplies._proven.values()] == [()] and multiplies.multiply(x, w) is None
+        return
     exact = x.double() @ weight.double().T
     theirs = (x @ weight.T - exact).norm()
     for rows in (2, 129, 700, 2100):
