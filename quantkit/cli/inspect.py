@@ -122,6 +122,7 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     if (config := outline.config) is None:
         return facts | {"architecture": outline.model_type, "num_layers": outline.num_layers,
                         "kept": dict(outline.kept), "operations": [],
+                        "works": _what_works(source.config(), outline.model_type),
                         "layers": [row | NOBODY for row in layers]}
     import torch
 
@@ -134,6 +135,22 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
                     "decoded": [row["name"] for row in layers if row["name"] not in blocks
                                 and row["dtype"] in types],
                     "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
+
+
+def _what_works(config: Mapping[str, Any], model_type: str) -> dict[str, str]:
+    """With a model whose mathematics isn't known here."""
+    from quantkit.models.modules import config_there, library, quiet
+    from quantkit.support.errors import UnsupportedModelError
+
+    try:
+        with quiet():
+            config_there(config, model_type)
+        through = f"through {library()}"
+    except UnsupportedModelError as error:
+        through = f"no: {error.what}"
+    except Exception as error:  # whatever transformers raises is its word on this config
+        through = f"no: transformers refuses its config: {str(error).splitlines()[0][:80]}"
+    return {"data-free": "yes", "calibrated": through, "run": "by engines that know the family, such as vLLM"}
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
@@ -237,6 +254,8 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
+    for name, how in facts.get("works", {}).items():
+        click.echo(wrapped(name, how))
     if kept := facts.get("kept"):
         click.echo(wrapped("kept", "; ".join(f"{why} {count / facts['parameters']:.1%}"
                                              for why, count in kept.items())))

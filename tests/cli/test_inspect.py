@@ -1,6 +1,10 @@
 """``quantkit inspect``: models and checkpoints, layer by layer, with their kernels."""
 
+import json
+
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from quantkit.cli.inspect import inspect_facts
 from quantkit.kv.cache import KVCache
@@ -145,3 +149,20 @@ def test_another_tools_checkpoint(cli, cli_json, checkpoint, tmp_path):
     assert "another tool's checkpoint" in cli("inspect", folder).stdout
     said = cli("generate", folder, "Once", "-n", "4")
     assert said.exit_code == 0 and said.stdout == cli("generate", checkpoint, "Once", "-n", "4").stdout
+
+
+@pytest.mark.parametrize(("model_type", "calibrated"), [("olmo2", "through transformers"),
+                                                        ("brandnew", "no: ")])
+def test_what_works_with_a_family_that_is_not_known(cli, cli_json, tmp_path, model_type, calibrated):
+    if model_type == "olmo2":
+        pytest.importorskip("transformers", reason="its modules are transformers' (extra: transformers)")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": model_type, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 50}))
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64),
+               "model.embed_tokens.weight": torch.zeros(50, 64)}, tmp_path / "model.safetensors")
+    works = cli_json("inspect", tmp_path)["works"]
+    assert works["calibrated"].startswith(calibrated)
+    assert works["data-free"] == "yes" and "vLLM" in works["run"]
+    result = cli("inspect", tmp_path)
+    assert all(name in result.stdout for name in works) and not result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 80
