@@ -77,8 +77,8 @@ class CausalLM:
         dtype: the dtype of plain weights, hidden states and logits.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows, runs_ahead, supports_mixed_batches, supports_batched_prefill, decode_matches_prefill: as
-            :class:`~quantkit.models.interfaces.LanguageModel` says.
+        decode_rows, runs_ahead, supports_mixed_batches, supports_batched_prefill, supports_drafts,
+            decode_matches_prefill: as :class:`~quantkit.models.interfaces.LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
@@ -86,7 +86,7 @@ class CausalLM:
 
     decode_rows = DECODE_ROWS
     runs_ahead = False
-    supports_mixed_batches = supports_batched_prefill = False
+    supports_mixed_batches = supports_batched_prefill = supports_drafts = False
     decode_matches_prefill = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

@@ -25,6 +25,8 @@ class LanguageModel(Protocol):
         supports_mixed_batches: whether :meth:`forward` takes prompts and decoding sequences together, without
             an effect on each other, with caches for which the model is :meth:`chunk_invariant`.
         supports_batched_prefill: whether it takes several prompts together so.
+        supports_drafts: whether several tokens of a sequence that decodes give the bits that they have one at
+            a time, with caches for which the model is :meth:`chunk_invariant`.
     """
 
     config: ModelConfig
@@ -35,6 +37,7 @@ class LanguageModel(Protocol):
     decode_matches_prefill: bool
     supports_mixed_batches: bool
     supports_batched_prefill: bool
+    supports_drafts: bool
 
     def check_cache(self, cache: Any) -> None:
         """Raises UsageError: the model can't be run with such a KVCache."""

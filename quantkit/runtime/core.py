@@ -12,7 +12,16 @@ import torch
 from quantkit.kv.batch import Batch
 from quantkit.runtime.kv_manager import CachedText
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import ChosenScores, Sampler, Sampling, StopStrings, not_finite, sample_tokens
+from quantkit.runtime.sampler import (
+    ChosenScores,
+    Sampler,
+    Sampling,
+    StopStrings,
+    can_sample_on_device,
+    draw_ahead,
+    not_finite,
+    sample_tokens,
+)
 from quantkit.structure.base import TokenConstraint
 from quantkit.support.errors import QuantkitError, UsageError
 
@@ -493,6 +502,25 @@ class NextLogits:
         return [sampled(self.requests[place], token, row)
                 for place, (token, row) in enumerate(zip(tokens, self.logits, strict=True))
                 if not self.requests[place].done]
+
+
+    def draw_ahead(self) -> list[list[int | QuantkitError] | None]:
+        """For each request the tokens of all its rows, as if its drafts were right, where a GPU chooses them
+        at once; ``None`` where each depends on those before it."""
+        assert self.drafts is not None
+        counts = [1 + len(draft) for draft in self.drafts]
+        results: list[list[int | QuantkitError] | None] = [None] * len(counts)
+        places = [place for place, request in enumerate(self.requests) if not request.sampler.changes
+                  and can_sample_on_device(self.logits, [request.sampler])]
+        if places:
+            parts = self.logits.split(counts)
+            logits = self.logits if len(places) == len(counts) else torch.cat([parts[at] for at in places])
+            drawn = iter(draw_ahead(
+                logits, [self.requests[at].sampler for at in places for _ in range(counts[at])],
+                [ahead for at in places for ahead in range(counts[at])]))
+            for at in places:
+                results[at] = [next(drawn) for _ in range(counts[at])]
+        return results
 
 
 def sampled(request: Request, token: int | QuantkitError, logits: torch.Tensor | None = None,

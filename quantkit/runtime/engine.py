@@ -20,6 +20,7 @@ from quantkit.runtime.core import (
     Request,
     RequestLabel,
     StepOutput,
+    StepPlan,
     TokenInfo,
     TokenResult,
     check_request,
@@ -130,6 +131,9 @@ class Engine:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._context = context or loaded.config.max_position_embeddings
+        # before the KV cache, which takes what memory is left on a GPU
+        self.speculator = None if drafter is None or not loaded.model.supports_drafts else Speculator(
+            drafter, loaded, clock)
         self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
                                     context=self._context,
                                     chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
@@ -143,8 +147,8 @@ class Engine:
         least = GPU_LEAST if loaded.model.device.type == "cuda" else LEAST
         self._sizer = ChunkSizer(self._portion, self.max_itl, least)
         self._scheduler = Scheduler(max_batch, max_queue, self._portion, self.trace)
-        self.speculator = None if drafter is None or not default.drafts else Speculator(drafter, loaded,
-                                                                                        clock)
+        if not default.drafts:
+            self.speculator = None
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
         self._decoder = PipelinedDecoder(loaded.model, self._runner, self.timing)
         self._lock = lock or FairLock()
@@ -351,26 +355,29 @@ class Engine:
             return False
         self._steps += 1
         self.trace.begin_step(begin, step)
-        mixed = [request for request in step.decode if request.kv.manager.supports_mixed_batches]
-        speculator = self.speculator if mixed and not scheduler.prefilling else None
-        drafts = {} if speculator is None else speculator.propose(mixed)
-        drafted = self._clock()
+        quiet = self.speculator is not None and not scheduler.prefilling  # its time says what drafts cost
+        drafts = self._drafts(step) if quiet else {}
+        drafted, ahead = self._clock(), self._decoder.pending
+        mixed = [request for request in step.decode if not (request.done or request.cancelled) and (
+            request.kv.manager.supports_mixed_batches or (drafts and request.kv.manager.drafts))]
+        together = set(map(id, mixed))
         # before: weights that are gone would end the process; after: what was changed gives no token
         self.loaded.check_files()
         output = self._runner.run(step, mixed, awaited, drafts)
         self.loaded.check_files()
-        if speculator is not None and not output.failed:
-            rows = len(mixed) + sum(map(len, drafts.values()))
-            speculator.times.observe(rows, output.computed_at - drafted)
         count = self._generated
         self._finish(output)
+        if quiet and mixed and not output.failed:
+            # a device that runs ahead is done when its tokens were read
+            done = self._clock() if self.loaded.model.runs_ahead else output.computed_at
+            self.speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), done - drafted)
         decoded = self._generated - count if drafts else len(mixed)
         self._prompt_tokens += output.prompt_tokens
         self.timing.add(bool(step.chunks or step.deferred), output.prompt_tokens, decoded,
                         self._clock() - begin)
         apart: dict[object, list[Request]] = {}
         for request in step.decode:
-            if not request.kv.manager.supports_mixed_batches and not request.done:
+            if id(request) not in together and not request.done:
                 apart.setdefault(request.kv.manager, []).append(request)
         for requests in apart.values():
             # no more rows at once than are independent of each other
@@ -380,6 +387,8 @@ class Engine:
                 self._give(self._decoder.decode(requests[start:start + limit],
                                                 len(apart) == 1 and len(requests) <= limit))
                 self.timing.decode_s += self._clock() - before
+        if quiet and ahead and self._decoder.pending:
+            self.speculator.times.observe(len(step.decode), self._clock() - begin)
         self.trace.end_step(step, output)
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
         usual = not (output.acted or drafts)  # its time says what steps take
@@ -388,6 +397,19 @@ class Engine:
         else:
             self._sizer.skip()
         return True
+
+    def _drafts(self, step: StepPlan) -> dict[int, list[int]]:
+        """Drafts of requests that decode in this step, by their ids."""
+        requests = [request for request in step.decode if request.kv.manager.drafts]
+        if not requests:
+            return {}
+        assert self.speculator is not None
+        if self._decoder.pending:
+            if not self.speculator.due(requests):
+                return {}
+            self._give(self._decoder.flush())  # a draft goes on from these tokens
+        return self.speculator.propose([request for request in requests
+                                        if not (request.done or request.cancelled)])
 
     def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
         if not awaited:

@@ -124,7 +124,7 @@ class KVCacheManager:
         self.supports_batched_prefill = model.supports_batched_prefill and self.invariant
         # an answer is as if it had been read
         self._one_text = model.decode_matches_prefill and self.invariant
-        self.drafts = self.supports_mixed_batches and self._one_text
+        self.drafts = model.supports_drafts and self.invariant
         portion = prompt_portion(model, cache, chunk)
         if memory is None:
             memory = spare_bytes(model, cache, sequences, portion)
@@ -227,19 +227,20 @@ class KVCacheManager:
             self.reservation.shrink_to_answer(text.sequence)
         self.keep_prefix(text)
 
-    def keep_prefix(self, text: CachedText) -> None:
-        """Keep what was computed of a request's text so far, if another text may begin with it."""
+    def keep_prefix(self, text: CachedText, resumes: bool = False) -> None:
+        """Keep what was computed of a request's text so far, if another text may begin with it, or this one
+        ``resumes`` later."""
         if self.prefixes is None or text.sequence < 0 or not text.reuses_prefix:
             return
         cache, number = self.cache, text.sequence
         seen = min(cache.seen(number), len(text.history))
-        if not self._one_text:
+        if not (self._one_text or (resumes and self.drafts)):
             seen = min(seen, len(text.prompt))
         if not self.invariant:  # a chunk that wasn't whole would have had other bits in a longer text
             seen = seen // self._chunk * self._chunk
         if seen < PAGE or not cache.reusable(number):
             return
-        names = block_names(text.history[:seen], text.block_names, self._salt(text))
+        names = block_names(self._marked(text)[:seen], text.block_names, self._salt(text))
         text.block_names = max(names, text.block_names, key=len)
         self.prefixes.insert(names[:seen // PAGE], number)
         # pages that a state holds too must be copied before they are written to
@@ -255,21 +256,22 @@ class KVCacheManager:
 
     def preempt(self, text: CachedText, *, keep: bool = True) -> None:
         """A request gives up its pages and waits again; arguments as for :meth:`free`."""
-        self.free(text, keep=keep)
+        self.free(text, keep=keep, resumes=True)
         text.computed_tokens = 0
         text.preemptions += 1
 
-    def free(self, text: CachedText, *, keep: bool = True) -> None:
+    def free(self, text: CachedText, *, keep: bool = True, resumes: bool = False) -> None:
         """Give back a request's pages.
 
         Args:
             keep: keep what others may begin with. Not after a step that failed in the middle.
+            resumes: it will go on later, and may begin with its own.
         """
         if text.sequence < 0:
             return
         try:
             if keep:
-                self.keep_prefix(text)
+                self.keep_prefix(text, resumes)
         finally:  # whatever fails there, the pages are given back
             number, text.sequence = text.sequence, -1
             self._end(number)
@@ -288,7 +290,7 @@ class KVCacheManager:
         total = text.length
         if start >= length:
             interval = self.cache.policy.decode_interval
-            if not self._one_text:
+            if not self.drafts:
                 return start + 1
             steps = limit if interval is None else interval - (start - length) % interval
             return min(total, start + limit, start + steps)
@@ -342,9 +344,9 @@ class KVCacheManager:
         if self.prefixes is None or not text.reuses_prefix:
             return None
         limit, names = len(text.prompt) - 1, self._names(text)
-        if text.answer and self.cache.divisible and self._one_text:
+        if text.answer and self.cache.divisible and self.drafts:
             limit = text.length
-            names = text.block_names = block_names(text.tokens, names, self._salt(text))
+            names = text.block_names = block_names(self._marked(text)[:limit], names, self._salt(text))
         return self.prefixes.match(names, limit, PAGE if self.invariant else self._chunk)
 
     def _names(self, text: CachedText) -> list[bytes]:
@@ -352,6 +354,11 @@ class KVCacheManager:
         if len(text.block_names) < len(text.prompt) // PAGE:
             text.block_names = block_names(text.prompt, (), self._salt(text))
         return text.block_names
+
+    def _marked(self, text: CachedText) -> list[int]:
+        """The ids that its blocks are named by. Where a token has other bits decoded than read, its answer's
+        are marked: only this text, when it resumes, begins with them."""
+        return text.history if self._one_text else [*text.prompt, *(~token for token in text.answer)]
 
     def _salt(self, text: CachedText) -> bytes:
         """What its blocks' names depend on beside its tokens. Keys of a text whose rotation is for long ones

@@ -45,6 +45,7 @@ class ModulesModel:
 
     decode_rows = 1
     runs_ahead = decode_matches_prefill = supports_mixed_batches = supports_batched_prefill = False
+    supports_drafts = False
 
     def __init__(self, modules: Modules, config: ModelConfig, dtype: torch.dtype,
                  device: torch.device) -> None:

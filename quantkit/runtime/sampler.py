@@ -139,6 +139,7 @@ class Sampler:
     def preview(self) -> Sampler:
         """A sampler that draws what this one will draw next, without its constraint, and leaves it alone."""
         copy = Sampler(self.sampling, self.prompt_tokens)
+        copy.seed, copy.drawn = self.seed, self.drawn
         if not self.sampling.greedy:
             copy._generator.set_state(self._generator.get_state())
         return copy
@@ -154,6 +155,12 @@ class Sampler:
             ConstraintError: the constraint fails.
             QuantkitError: the logits hold NaN or infinity: the model is broken, or its dtype too narrow.
         """
+        if can_sample_on_device(logits, [self]) and not self.changes:
+            (token,) = draw_ahead(logits[None], [self], [0])
+            if isinstance(token, QuantkitError):
+                raise token
+            self.drawn += 1
+            return token
         best = greedy(logits)
         if best is None:
             raise not_finite()
@@ -301,14 +308,29 @@ def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler], histories: S
         return PendingTokens(ids, here, ready, scores, logprobs)
 
 
+def draw_ahead(logits: torch.Tensor, samplers: Sequence[Sampler], ahead: Sequence[int]
+               ) -> list[int | QuantkitError]:
+    """The ids of every row of ``logits [B, vocab]``, where :func:`can_sample_on_device` says so and no
+    sampler changes logits. Whoever takes a token counts it in :attr:`Sampler.drawn`.
+
+    Args:
+        samplers: the sampler of each row; several rows may have the same.
+        ahead: for each row, tokens that its sampler draws before it.
+    """
+    with gpu.current(logits.device):
+        ids, finite = _drawn(logits, samplers, ahead)
+        return [not_finite() if token < 0 else token for token in torch.where(finite != 0, ids, -1).tolist()]
+
+
 def _on_its_way(there: torch.Tensor) -> torch.Tensor:
     """A copy on the host, which is there when the device has come so far."""
     here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
     return here.copy_(there, non_blocking=True)
 
 
-def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids ``[B]``, and whether a row's logits are finite."""
+def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler],
+           ahead: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids ``[B]``, and whether a row's logits are finite; ``ahead``: see :func:`draw_ahead`."""
     if all(sampler.sampling.greedy for sampler in samplers):
         from quantkit_kernels.triton.argmax import argmax
 
@@ -316,7 +338,8 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
     from quantkit_kernels.triton.sampling import choose as chosen
 
     settings = [sampler.sampling for sampler in samplers]
-    integers = torch.tensor([[sampler.seed for sampler in samplers], [sampler.drawn for sampler in samplers],
+    steps = [sampler.drawn + more for sampler, more in zip(samplers, ahead or [0] * len(samplers))]
+    integers = torch.tensor([[sampler.seed for sampler in samplers], steps,
                              [sampling.top_k for sampling in settings]])
     real = torch.tensor([[sampling.temperature for sampling in settings],
                          [sampling.top_p for sampling in settings],

@@ -15,7 +15,7 @@ import torch
 
 from quantkit.plugins.manager import describe_entry
 from quantkit.plugins.registry import described
-from quantkit.runtime.core import NextLogits, Request, TokenResult
+from quantkit.runtime.core import NextLogits, Request, TokenResult, sampled
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.loader import LoadedModel
@@ -75,6 +75,7 @@ class Speculator:
         self._texts: dict[int, _Text] = {}
         self.times, self.counts = StepTimes(), DraftCounts()
         self._in_a_row = 0  # steps with drafts
+        self._ahead = 0  # steps that are launched before their turn comes again
 
     @property
     def nbytes(self) -> int:
@@ -100,14 +101,24 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
 
+    def due(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts are worth that a step which was launched is waited for, since they go on from its
+        tokens. They aren't while all of these texts pause, and for some steps after nothing was drafted."""
+        pauses = [text.acceptance for request in requests
+                  if (text := self._texts.get(request.id)) is not None and text.acceptance.pause > 1]
+        self._ahead = max(0, self._ahead - 1)
+        if self._source is not None and not self._ahead and len(pauses) < len(requests):
+            return True
+        for acceptance in pauses:
+            acceptance.pause -= 1
+        return False
+
     def propose(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         """Drafts of some of these requests, which decode in this step, by their ids. Not for steps that read
         prompts too: their tokens fill the step."""
-        if self._in_a_row >= STEPS_BETWEEN:
-            self._in_a_row = 0
-            return {}
-        drafts = self._drafts(requests)
+        drafts = {} if self._in_a_row >= STEPS_BETWEEN else self._drafts(requests)
         self._in_a_row = self._in_a_row + 1 if drafts else 0
+        self._ahead = 0 if drafts else STEPS_AHEAD
         return drafts
 
     def _drafts(self, requests: Sequence[Request]) -> dict[int, list[int]]:
@@ -144,13 +155,18 @@ class Speculator:
         """
         assert part.drafts is not None and part.batch is not None
         parts = part.logits.split([1 + len(draft) for draft in part.drafts])
-        for request, draft, logits, place in zip(part.requests, part.drafts, parts, part.places, strict=True):
+        for request, draft, logits, place, ahead in zip(part.requests, part.drafts, parts, part.places,
+                                                        part.draw_ahead(), strict=True):
             if request.done:
                 continue
             right = judged = 0
             ended = False
-            for row, drafted in zip(logits, [*draft, None]):
-                (result,) = NextLogits([request], row[None]).sample()
+            for at, (row, drafted) in enumerate(zip(logits, [*draft, None])):
+                if ahead is None:
+                    (result,) = NextLogits([request], row[None]).sample()
+                else:
+                    result = sampled(request, ahead[at], row)
+                    request.sampler.drawn += 1
                 right += result.token == drafted
                 judged += drafted is not None
                 # before its listener hears of the last token
@@ -276,6 +292,9 @@ MARGIN = 1.03
 """How many times as fast as without a draft one must promise to be: what is measured is uncertain."""
 STEPS_BETWEEN = 64
 """Steps with drafts after which one goes without: only its time shows whether they pay."""
+STEPS_AHEAD = 6
+"""Steps that a GPU is given ahead after one for which nothing was drafted: a draft needs the token of the
+step before, and to wait for it costs what the host does meanwhile."""
 STALE = 0.5
 """How much of the time of a step with one row is what was measured last, if nothing was for that long."""
 ROW_COST = 0.12

@@ -90,7 +90,7 @@ class CpuModel(ProgramModel):
     max_rows = MAX_ROWS
     decode_rows = DECODE_ROWS
     runs_ahead = False
-    supports_mixed_batches = supports_batched_prefill = True
+    supports_mixed_batches = supports_batched_prefill = supports_drafts = True
     decode_matches_prefill = True
 
     def __init__(self, model: CausalLM, high: bool = False) -> None:

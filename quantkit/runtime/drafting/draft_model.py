@@ -97,6 +97,10 @@ class ModelDrafter(CheckpointDrafter):
     name: ClassVar[str] = "model"
 
     def start(self, target: LoadedModel) -> DraftSource:
+        if target.model.runs_ahead:
+            raise UsageError(f"{self.name} can't draft for {target.uri}",
+                             why="its KV cache would grow in memory that a GPU doesn't have left",
+                             next="take ngram, or self(CHECKPOINT), which has no cache of its own")
         draft = self.load(target)
         if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
             raise UsageError(f"{self.checkpoint} can't draft for {target.uri}",

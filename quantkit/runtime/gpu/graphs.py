@@ -1,5 +1,5 @@
-"""Steps as CUDA graphs: of decoding for every number of sequences and of slots that comes up, of prompts for
-a few numbers of tokens."""
+"""Steps as CUDA graphs: of decoding for every number of tokens and of slots that comes up, of prompts for a
+few numbers of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import StepTokens
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Sequences of a graph; a step has the next larger one's, and what is missing are nobody's."""
+"""Tokens of a decoding step's graph, one of each sequence or, with drafts, several; a step has the next
+larger one's, and what is missing are nobody's."""
 SMALL = 16
 """The number of sequences up to which the logits' memory isn't that of the largest graph."""
 SLOTS = 1536
@@ -42,7 +43,7 @@ class _Graph:
     ids: torch.Tensor
     step: StepTokens
     replay: Callable[[], None] | None
-    rows: Sequence[int] = ()
+    rows: Sequence[tuple[int, int]] = ()
 
 
 class GraphCache:
@@ -62,14 +63,15 @@ class GraphCache:
         self._valid: object = None
         self._pool: Any = None
 
-    def __call__(self, run: Run, ids: torch.Tensor, rows: Sequence[int], longest: int,
+    def __call__(self, run: Run, ids: torch.Tensor, rows: Sequence[tuple[int, int]], longest: int,
                  valid: object) -> torch.Tensor:
-        """A token of each of some sequences.
+        """Tokens of some sequences.
 
         Args:
             run: the step; always the same.
             ids: int64 ``[n]``, at most 256, on the device.
-            rows: their rows in the tables on the device.
+            rows: whose they are: a row of the tables on the device, and the token's place among the step's of
+                that sequence, which stand side by side.
             longest: slots of a head after this step, at most.
             valid: changes when something lies elsewhere.
 
@@ -80,8 +82,8 @@ class GraphCache:
         self._make_room(size, valid)
         graph = self._graph(run, size, slots_of(longest, self._limit))
         if rows != graph.rows:
-            whose = torch.tensor([*rows, *[-1] * (size - len(rows))], dtype=torch.int32)
-            graph.step.rows[:, 0].copy_(gpu.sent(whose, self._device))
+            whose = torch.tensor([*rows, *[(-1, 0)] * (size - len(rows))], dtype=torch.int32)
+            graph.step.rows.copy_(gpu.sent(whose, self._device))
             graph.rows = rows
         graph.ids[:len(rows)].copy_(ids)
         if graph.replay is None:

@@ -28,7 +28,13 @@ from quantkit.runtime.gpu.graphs import BATCHES, GraphCache, PromptGraphs
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.runtime.memory.scratch import GPU_ROWS
-from quantkit.runtime.program_model import ProgramModel, RowSlice, reason_against_shape, selected_rows
+from quantkit.runtime.program_model import (
+    ProgramModel,
+    RowSlice,
+    reason_against_shape,
+    selected_rows,
+    slices_of,
+)
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,15 +98,22 @@ class _CacheOnDevice:
         yield from self._prompt_graphs.warm_up(self._prompt_step, self._valid)
         yield from self._graphs.warm_up(self._step, min(sequences, BATCHES[-1]), tokens, self._valid)
 
-    def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-        """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
-        rows = self.tables.place(batch.numbers, batch.sequences, [1] * len(batch.sequences))
-        position = max(int(state.seen[-1]) for state in batch.sequences)
-        longest = 1 + (position if self._cache.keeps_all else max(
-            int(state.lengths.max()) for state in batch.sequences))
-        self._program.make_angles(position + 1)
-        logits = self._graphs(self._step, ids, rows, longest, self._valid)
-        self.tables.counted(batch)
+    def decode(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
+               slices: Sequence[RowSlice]) -> torch.Tensor:
+        """``ids`` of each row, int64 ``[T]`` → logits of the slices ``[N, vocab]``, valid until the next
+        call. A token's bits are those that it has if it comes alone."""
+        counts = [part.count for part in slices]
+        states = [batch.sequences[part.sequence] for part in slices]
+        rows = self.tables.place([batch.numbers[part.sequence] for part in slices], states, counts)
+        ends = [int(state.seen[-1]) + count for state, count in zip(states, counts)]
+        longest = max(ends) if self._cache.keeps_all else max(
+            int(state.lengths.max()) + count for state, count in zip(states, counts))
+        self._program.make_angles(max(ends))
+        whose = [(row, place) for row, count in zip(rows, counts) for place in range(count)]
+        single = isinstance(ids, torch.Tensor) and len(whose) == len(ids)
+        flat = ids[:, 0] if single else _flat(ids, slices)
+        logits = self._graphs(self._step, flat, whose, longest, self._valid)
+        self.tables.counted(batch, slices)
         return logits
 
     def _step(self, ids: torch.Tensor, step: StepTokens, out: torch.Tensor) -> None:
@@ -135,7 +148,7 @@ class _CacheOnDevice:
         whose = np.concatenate([np.stack([np.full(count, row, np.int32), np.arange(count, dtype=np.int32)], 1)
                                 for row, count in zip(rows, counts)])
         tiles = np.array(tiles_of(rows, counts, self._program.group), np.int32)
-        flat = torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
+        flat = _flat(ids, slices)
         phases = [batch.phases[part.sequence] for part in slices]
         decodes = "decode" in phases
         if decodes and set(phases) != {"decode"}:
@@ -177,7 +190,7 @@ class GpuModel(ProgramModel):
     decode_rows = BATCHES[-1]
     runs_ahead = True
     supports_mixed_batches = False
-    supports_batched_prefill = True
+    supports_batched_prefill = supports_drafts = True
     decode_matches_prefill = False  # decoding sums attention over splits, a prompt's chunk in one go
 
     def __init__(self, model: CausalLM, device: torch.device,
@@ -247,9 +260,10 @@ class GpuModel(ProgramModel):
     def step_logits(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int],
                     wanted: Sequence[range]) -> list[torch.Tensor]:
         on_device = self._on_device(batch.cache)
-        if self._decodes(batch, counts):
-            rows = on_device.decode(batch, ids[:, 0] if isinstance(ids, torch.Tensor) else torch.cat([*ids]))
-            return [rows if all(wanted) else rows[[row for row, places in enumerate(wanted) if places]]]
+        if self._decodes(batch):
+            steps = [*slices_of(counts, self.decode_rows)]
+            return [_picked(on_device.decode(batch, ids, slices), selected_rows(slices, wanted),
+                            copies=len(steps) > 1) for slices in steps]
         return [self._selected(on_device.prefill(batch, ids, slices), selected_rows(slices, wanted))
                 for slices in self.slices(batch, counts)]
 
@@ -267,12 +281,24 @@ class GpuModel(ProgramModel):
             x = x[gpu.sent(torch.tensor(rows, dtype=torch.int64), x.device)]
         return self._program.logits(x)
 
-    def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
-        """Whether this is a step for a graph: one token of each, and no query to keep."""
-        return (set(batch.phases) == {"decode"} and len(counts) <= self.decode_rows and set(counts) == {1}
-                and all(state.query_window is None for state in batch.sequences))
+    def _decodes(self, batch: Batch) -> bool:
+        """Whether this is a step for a graph: there is no query to keep."""
+        return set(batch.phases) == {"decode"} and all(
+            state.query_window is None for state in batch.sequences)
 
     def _on_device(self, cache: KVCache) -> _CacheOnDevice:
         if cache not in self._caches:
             self._caches[cache] = _CacheOnDevice(self._program, cache)
         return self._caches[cache]
+
+
+def _flat(ids: Sequence[torch.Tensor] | torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
+    """The ids of some slices, one after another."""
+    return torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
+
+
+def _picked(rows: torch.Tensor, indices: Sequence[int], copies: bool) -> torch.Tensor:
+    """Some of the rows; a copy of them if there are less, or if it ``copies``."""
+    if len(indices) == len(rows):
+        return rows.clone() if copies else rows
+    return rows[gpu.sent(torch.tensor(indices, dtype=torch.int64), rows.device)]

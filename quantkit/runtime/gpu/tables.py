@@ -16,6 +16,7 @@ from quantkit.kv.sequence import PageTable, SequenceState
 from quantkit.ops import gpu
 from quantkit.runtime.memory.kv import LOOKAHEAD
 from quantkit.runtime.memory.scratch import TABLE_WIDTH, residual_table_size, table_size
+from quantkit.runtime.program_model import RowSlice
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import SequenceTables
@@ -84,12 +85,13 @@ class DeviceTables:
             rows.append(row.index)
         return rows
 
-    def counted(self, batch: Batch) -> None:
-        """The device has counted one more token of each sequence; so does the host now, and prepares for more
-        while the device computes."""
-        for place, (number, state) in enumerate(zip(batch.numbers, batch.sequences)):
-            self._rows[number].seen += 1
-            batch.advance(place, 1)
+    def counted(self, batch: Batch, slices: Sequence[RowSlice]) -> None:
+        """The device has counted these tokens; so does the host now, and prepares for more while the device
+        computes."""
+        for part in slices:
+            state = batch.sequences[part.sequence]
+            self._rows[batch.numbers[part.sequence]].seen += part.count
+            batch.advance(part.sequence, part.count)
             if state.table is None or state.free_slots < 1:
                 more = min(LOOKAHEAD, state.max_length - int(state.seen[-1]))
                 if more > 0:

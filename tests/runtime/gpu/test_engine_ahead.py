@@ -3,36 +3,15 @@
 import itertools
 
 import pytest
-import torch
 
-from quantkit.ops import gpu
 from quantkit.runtime import kv_manager
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
-from quantkit.runtime.loader import load
 from quantkit.runtime.runner import PipelinedDecoder
 from quantkit.runtime.sampler import PendingTokens, Sampling
 from quantkit.runtime.trace import RequestSpan, StepSpan
 from quantkit.support.errors import QuantkitError
-from quantkit.testing import tiny_model
-
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-         "dtype": "float32"}
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def loaded(request, tmp_path, monkeypatch):
-    """A tiny model through the kernels."""
-    folder = str(tiny_model(tmp_path / "m", **SMALL))
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no GPU")
-        return load(folder, dtype="bfloat16", device="cuda")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: the kernels run on it instead")
-    monkeypatch.setattr(gpu, "SIMULATE", True)
-    return load(folder, dtype="float16", device="cpu")
 
 
 @pytest.fixture
