@@ -355,8 +355,8 @@ class Engine:
             return False
         self._steps += 1
         self.trace.begin_step(begin, step)
-        quiet = self.speculator is not None and not scheduler.prefilling  # its time says what drafts cost
-        drafts = self._drafts(step) if quiet else {}
+        speculator = None if scheduler.prefilling else self.speculator
+        drafts = {} if speculator is None else self._drafts(speculator, step)
         drafted, ahead = self._clock(), self._decoder.pending
         mixed = [request for request in step.decode if not (request.done or request.cancelled) and (
             request.kv.manager.supports_mixed_batches or (drafts and request.kv.manager.drafts))]
@@ -367,10 +367,10 @@ class Engine:
         self.loaded.check_files()
         count = self._generated
         self._finish(output)
-        if quiet and mixed and not output.failed:
+        if speculator is not None and mixed and not output.failed:
             # a device that runs ahead is done when its tokens were read
             done = self._clock() if self.loaded.model.runs_ahead else output.computed_at
-            self.speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), done - drafted)
+            speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), done - drafted)
         decoded = self._generated - count if drafts else len(mixed)
         self._prompt_tokens += output.prompt_tokens
         self.timing.add(bool(step.chunks or step.deferred), output.prompt_tokens, decoded,
@@ -387,8 +387,8 @@ class Engine:
                 self._give(self._decoder.decode(requests[start:start + limit],
                                                 len(apart) == 1 and len(requests) <= limit))
                 self.timing.decode_s += self._clock() - before
-        if quiet and ahead and self._decoder.pending:
-            self.speculator.times.observe(len(step.decode), self._clock() - begin)
+        if speculator is not None and ahead and self._decoder.pending:
+            speculator.times.observe(len(step.decode), self._clock() - begin)
         self.trace.end_step(step, output)
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
         usual = not (output.acted or drafts)  # its time says what steps take
@@ -398,18 +398,17 @@ class Engine:
             self._sizer.skip()
         return True
 
-    def _drafts(self, step: StepPlan) -> dict[int, list[int]]:
+    def _drafts(self, speculator: Speculator, step: StepPlan) -> dict[int, list[int]]:
         """Drafts of requests that decode in this step, by their ids."""
         requests = [request for request in step.decode if request.kv.manager.drafts]
         if not requests:
             return {}
-        assert self.speculator is not None
         if self._decoder.pending:
-            if not self.speculator.due(requests):
+            if not speculator.due(requests):
                 return {}
             self._give(self._decoder.flush())  # a draft goes on from these tokens
-        return self.speculator.propose([request for request in requests
-                                        if not (request.done or request.cancelled)])
+        return speculator.propose([request for request in requests
+                                   if not (request.done or request.cancelled)])
 
     def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
         if not awaited:

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.epilogue import opened
-from quantkit_kernels.triton.fragment import MAGIC, family_of
+from quantkit_kernels.triton.epilogue import finish, opened
+from quantkit_kernels.triton.fragment import MAGIC, ROWS, family_of
 from quantkit_kernels.triton.group_scales import fine_at, scales_at
 from quantkit_kernels.triton.matmul import Gate, arguments, is_gate
 from quantkit_kernels.triton.packed import FLOATS, TritonWeight
@@ -115,6 +115,73 @@ def dequantize(w: TritonWeight, out: torch.Tensor) -> torch.Tensor:
     grid = (w.words.shape[0], -(-w.words.shape[1] // TILES))
     dequantize_kernel[grid](w.words, w.scale, y, w.n, MAGIC[out.dtype], w.table, **constants(w))
     return y
+
+
+def reason_against_levels(w: TritonWeight) -> str | None:
+    """Why a library couldn't multiply a weight's levels by those of activations; ``None``: it could."""
+    if not w.decoder.levels or w.inputs is not None or w.mode not in ("int8", "e4m3"):
+        return "it has no levels that are multiplied as they are"
+    return None
+
+
+def packed_rows(w: TritonWeight) -> int:
+    """Rows of the weight with the padding that it is packed with."""
+    return w.words.shape[0] * ROWS
+
+
+def levels_of(w: TritonWeight, out: torch.Tensor) -> torch.Tensor:
+    """The weight's levels as they are multiplied, in the order in which its rows are packed.
+
+    Args:
+        out: uint8, one-dimensional, of at least ``rows · k`` bytes; rows are those with the padding.
+
+    Returns:
+        int8 or float8_e4m3fn ``[rows, k]``, the beginning of ``out``.
+
+    Raises:
+        ValueError: the weight has no such levels, or ``out`` doesn't fit.
+    """
+    rows = packed_rows(w)
+    reason = reason_against_levels(w)
+    if reason is None and (out.ndim != 1 or out.dtype != torch.uint8 or out.numel() < rows * w.k):
+        reason = f"out must have {rows} · {w.k} bytes in a row, not {list(out.shape)} {out.dtype}"
+    if reason is not None:
+        raise ValueError(f"the weight's levels aren't laid out: {reason}")
+    y = out[:rows * w.k].view(w.decoder.takes[0]).view(rows, w.k)
+    grid = (w.words.shape[0], -(-w.words.shape[1] // TILES))
+    dequantize_kernel[grid](w.words, None, y, rows, 0, w.table, **constants(w) | {"GATED": False})
+    return y
+
+
+@triton.jit
+def finish_kernel(sum_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor, r_ptr: tl.tensor,
+                  y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor, y_row: tl.tensor,
+                  NPAD: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """y from ``sum [m, NPAD]``: see :func:`~quantkit_kernels.triton.epilogue.finish`."""
+    first, row = tl.program_id(0) * BLOCK, tl.program_id(1)
+    inner = tl.arange(0, BLOCK)
+    rm = row + tl.arange(0, 1)
+    total = tl.load(sum_ptr + row.to(tl.int64) * NPAD + first + inner[:, None] + rm[None, :] * 0)
+    finish(total, first, inner, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
+
+
+def finish_sums(sums: torch.Tensor, scale: torch.Tensor, w: TritonWeight, y: torch.Tensor, *,
+                bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+                gated: Gate | None = None) -> None:
+    """What :func:`~quantkit_kernels.triton.matmul.multiply` does with its sums, to a library's.
+
+    Args:
+        sums: int32 or float32 ``[m, rows]`` by the rows of :func:`levels_of`.
+        scale: the scales of the m tokens.
+        y: ``[m, outputs]``, where the result goes; its rows may lie further apart.
+        bias, residual, gated: as there.
+    """
+    m, padded = sums.shape
+    block = next(size for size in (1024, 512, 256, ROWS) if padded % size == 0)
+    if m:
+        finish_kernel[(padded // block, m)](
+            sums, scale, w.scale, bias, residual, y, m, w.outputs, 0 if residual is None else
+            residual.stride(0), y.stride(0), NPAD=padded, GATED=gated, BLOCK=block, num_warps=4)
 
 
 def constants(w: TritonWeight) -> dict[str, object]:

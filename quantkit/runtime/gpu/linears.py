@@ -51,7 +51,7 @@ class DeviceLinear:
         from quantkit_kernels.triton.matmul import multiply
 
         ready = self.prepared(x) if isinstance(x, torch.Tensor) else x
-        if prompts is not None and isinstance(ready, torch.Tensor):
+        if prompts is not None:
             y = prompts.multiply(ready, self.weight, bias=self.bias, **options)
             if y is not None:
                 return y
@@ -133,10 +133,12 @@ class FusedLinear:
 
     @property
     def numbers(self) -> int:
-        from quantkit_kernels.triton.dequantize import reason_against
+        from quantkit_kernels.triton.dequantize import packed_rows, reason_against, reason_against_levels
 
         weights = [part.product.weight for part in self._parts]
-        return max((weight.n * weight.k for weight in weights if reason_against(weight) is None), default=0)
+        return max([0, *(weight.n * weight.k for weight in weights if reason_against(weight) is None),
+                    *(-(-packed_rows(weight) * weight.k // 2) for weight in weights
+                      if reason_against_levels(weight) is None)])  # levels have half the bytes
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[m]`` → those rows of the one weight, ``[m, k]``."""

@@ -110,9 +110,7 @@ class _CacheOnDevice:
             int(state.lengths.max()) + count for state, count in zip(states, counts))
         self._program.make_angles(max(ends))
         whose = [(row, place) for row, count in zip(rows, counts) for place in range(count)]
-        single = isinstance(ids, torch.Tensor) and len(whose) == len(ids)
-        flat = ids[:, 0] if single else _flat(ids, slices)
-        logits = self._graphs(self._step, flat, whose, longest, self._valid)
+        logits = self._graphs(self._step, _flat(ids, slices), whose, longest, self._valid)
         self.tables.counted(batch, slices)
         return logits
 
@@ -294,6 +292,8 @@ class GpuModel(ProgramModel):
 
 def _flat(ids: Sequence[torch.Tensor] | torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
     """The ids of some slices, one after another."""
+    if isinstance(ids, torch.Tensor) and ids.shape == (len(slices), 1):
+        return ids[:, 0]
     return torch.cat([ids[part.sequence][part.start:part.start + part.count] for part in slices])
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from quantkit.runtime.memory.scratch import GPU_LEAST, GPU_ROWS
 
 if TYPE_CHECKING:
+    from quantkit_kernels.triton.levels import QuantizedActivations
     from quantkit_kernels.triton.matmul import Gate
     from quantkit_kernels.triton.packed import TritonWeight
 
@@ -40,24 +41,27 @@ class PromptProducts:
 
     def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._scratch = torch.empty(numbers, dtype=dtype, device=device)
-        self._proven: dict[tuple[int, int, bool, bool], tuple[int, ...]] = {}
+        self._proven: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     @property
     def nbytes(self) -> int:
         return self._scratch.numel() * self._scratch.element_size()
 
-    def multiply(self, x: torch.Tensor, w: TritonWeight, *, bias: torch.Tensor | None = None,
-                 residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
-                 gated: Gate | None = None) -> torch.Tensor | None:
+    def multiply(self, x: torch.Tensor | QuantizedActivations, w: TritonWeight, *,
+                 bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+                 out: torch.Tensor | None = None, gated: Gate | None = None) -> torch.Tensor | None:
         """``y = x Wᵀ`` and what follows, see :func:`quantkit_kernels.triton.matmul.multiply`; it is rounded
-        before the bias's neighbor is added where there are both, and before a gate opens.
+        before the bias's neighbor is added where there are both, and before a gate opens. Levels' sums are
+        rounded once, as there.
 
         Returns:
             ``[m, outputs]``; ``None`` if a library can't multiply this weight.
         """
         from quantkit_kernels.triton import dequantize
 
-        key = w.n, w.k, bias is not None, residual is not None
+        if not isinstance(x, torch.Tensor):
+            return self._multiply_levels(x, w, bias, residual, out, gated)
+        key = "numbers", w.n, w.k, bias is not None, residual is not None
         if (dequantize.reason_against(w) is not None or w.n * w.k > self._scratch.numel()
                 or self._proven.get(key) == ()):
             return None
@@ -71,6 +75,40 @@ class PromptProducts:
         if gated is not None:
             return dequantize.apply_gate(y, gated)
         return y if out is None else out.copy_(y)
+
+    def _multiply_levels(self, x: QuantizedActivations, w: TritonWeight, bias: torch.Tensor | None,
+                         residual: torch.Tensor | None, out: torch.Tensor | None, gated: Gate | None
+                         ) -> torch.Tensor | None:
+        from quantkit_kernels.triton import dequantize
+
+        rows, levels = dequantize.packed_rows(w), self._scratch.view(torch.uint8)
+        key = w.mode, rows, w.k
+        if (dequantize.reason_against_levels(w) is not None or rows * w.k > len(levels) or w.k % 16
+                or self._proven.get(key) == ()):
+            return None
+        weight = dequantize.levels_of(w, levels).T
+        if key not in self._proven:  # sums of whole numbers don't depend on their order
+            self._proven[key] = SIZES if w.mode == "int8" else _proven_sizes(weight)
+        if not (sizes := self._proven[key]):
+            return None
+        m, start = len(x.values), 0
+        y = torch.empty(m, w.outputs, dtype=x.dtype, device=x.values.device) if out is None else out
+        for size in _portions(m, sizes):
+            here = slice(start, min(start + size, m))
+            values = x.values[here].view(torch.int8)  # not everything is done with 8-bit floats
+            sums = _level_sums(pad(values, (0, 0, 0, size - len(values))).view(x.values.dtype), weight)
+            dequantize.finish_sums(sums[:len(values)], x.scale[here], w, y[here], bias=bias, gated=gated,
+                                   residual=None if residual is None else residual[here])
+            start += size
+        return y
+
+
+def _level_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Levels ``[m, k]`` by ``[k, n]`` → int32 or float32 ``[m, n]``."""
+    if x.dtype == torch.int8:
+        return torch._int_mm(x, weight)
+    unit = torch.ones((), device=x.device)
+    return torch._scaled_mm(x, weight, unit, unit, out_dtype=torch.float32, use_fast_accum=False)
 
 
 def _padded_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -112,7 +150,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
         out += bias
 
 
-def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None, has_residual: bool) -> tuple[int, ...]:
+def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None = None,
+                  has_residual: bool = False) -> tuple[int, ...]:
     """The sizes at which every row has the bits that it has at the beginning of :data:`USUAL`, wherever it
     stands: drawn rows come again and again, at two sets of places."""
     k, n = weight.shape
@@ -120,13 +159,17 @@ def _proven_sizes(weight: torch.Tensor, bias: torch.Tensor | None, has_residual:
     generator = torch.Generator(weight.device).manual_seed(0)
 
     def drawn(columns: int) -> torch.Tensor:
-        return torch.randn(count, columns, generator=generator, dtype=weight.dtype, device=weight.device)
+        rows = torch.randn(count, columns, generator=generator, device=weight.device)
+        return rows.to(weight.dtype)
 
     x, residual = drawn(k), drawn(n) if has_residual else None
+    levels = weight.dtype == torch.float8_e4m3fn
 
     def product(size: int, moved: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and which drawn row each one is of."""
         order = (torch.arange(size, device=weight.device) - moved) % count
+        if levels:
+            return _level_sums(x.view(torch.int8)[order].view(x.dtype), weight), order
         out = x.new_empty(size, n)
         _product(x[order], weight, bias, None if residual is None else residual[order], out)
         return out, order

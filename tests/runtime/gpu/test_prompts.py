@@ -15,7 +15,8 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.memory import scratch
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
-from quantkit_kernels.triton import w4a16, w16a16
+from quantkit_kernels.triton import w4a16, w8a8, w16a16
+from quantkit_kernels.triton.levels import quantize
 from quantkit_kernels.triton.matmul import multiply
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -65,6 +66,23 @@ def test_products_are_those_of_our_kernels(has):
     assert products().multiply(x, w, out=out, **options) is out and torch.equal(out, y)
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("has", [{"gated": "silu"}, {"bias": torch.arange(96.0)},
+                                 {"residual": torch.ones(131, 96), "bias": torch.arange(96.0)}])
+def test_levels_are_multiplied_as_they_are(kind, has):
+    """Whole numbers' sums are exact, so that the bits are those of our kernels."""
+    codes = (40 * torch.randn(96, 160, generator=torch.Generator().manual_seed(1))).to(kind)
+    w = w8a8.pack(codes, torch.linspace(0.01, 0.02, 96), mode=None if kind == torch.int8 else "e4m3",
+                  gated="gated" in has)
+    multiplies, x = products(128 * 160), quantize(torch.randn(131, 160), kind)
+    y, ours = multiplies.multiply(x, w, **has), multiply(x, w, **has)
+    assert torch.equal(y, ours) if kind == torch.int8 else torch.allclose(y, ours, atol=1e-6, rtol=1e-6)
+    last = {name: value[-1:] if name == "residual" else value for name, value in has.items()}
+    alone = multiplies.multiply(quantize(torch.ones(131, 160), kind), w, **has)[-1:]
+    assert torch.equal(multiplies.multiply(quantize(torch.ones(1, 160), kind), w, **last), alone)
+    assert products(100 * 160 // 4).multiply(x, w, **has) is None  # no room
+
+
 def test_gates_open_afterwards():
     w, exact = packed(gated=True)
     x = torch.randn(3, 160)
@@ -81,6 +99,25 @@ def test_a_row_has_the_same_bits_however_many_there_are_and_wherever_it_stands()
     for rows in (2, 128, 129, 600, 700):
         assert torch.equal(multiplies.multiply(x[:rows], w)[:1], alone)
         assert torch.equal(multiplies.multiply(x[:rows].flip(0), w)[-1:], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_levels_on_a_gpu(kind):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    codes = (40 * torch.randn(6144, 4096, device="cuda")).to(kind)
+    w = w8a8.pack(codes, torch.full((6144,), 0.01, device="cuda"))
+    multiplies = PromptProducts(6144 * 4096, torch.bfloat16, codes.device)
+    x = torch.randn(2100, 4096, device="cuda", dtype=torch.bfloat16)
+    alone = multiplies.multiply(quantize(x[:1], w.decoder.takes[0]), w)
+    print(kind, w.mode, *multiplies._proven.values())
+    if alone is None:
+        assert kind != torch.int8
+        return
+    y, ours = (product(quantize(x, w.decoder.takes[0]), w) for product in (multiplies.multiply, multiply))
+    assert torch.equal(y[:1], alone) and torch.equal(y, ours) if kind == torch.int8 else (
+        (y - ours).norm() < 1e-2 * ours.norm())
 
 
 @pytest.mark.gpu

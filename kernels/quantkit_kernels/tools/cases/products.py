@@ -336,13 +336,19 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     for kind in (*known.values(), *(BLOCK_SCALED if family in w4a4.NATIVE else ())):
         yield _aot_lookup(kind, family)
     for kind in known.values():
-        if not kind.decoder.levels:
+        if not kind.decoder.levels or kind.decoder in (w8a8.INT8, w8a8.NATIVE):
             yield _aot_numbers(kind, family)
     yield _aot_numbers(known["w4a16 g128"], family, gated=True)
     yield aot_case("gate", dequantize.gate_kernel,
                    {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32", "x_row": "i32"},
                    {"KIND": "silu", "BLOCK": dequantize.COLUMNS,
                     "num_warps": dequantize.gate_warps(family)}, multiples=("n", "x_row"), wide_loads=2)
+    for sums, gated in (("*i32", None), ("*fp32", "silu")):
+        yield aot_case(f"finish{' gated' * bool(gated)}", dequantize.finish_kernel,
+                       {"sum_ptr": sums, "t_ptr": "*fp32", "s_ptr": "*fp32", "y_ptr": "*bf16",
+                        **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
+                       {"b_ptr": None, "r_ptr": None, "NPAD": 28672, "GATED": gated, "BLOCK": 1024,
+                        "num_warps": 4}, multiples=("n", "r_row", "y_row"), wide_loads=1)
     for kind in BLOCK_SCALED if family in w4a4.NATIVE else ():
         for m in (16, 32, 64, 2048):
             yield _aot_product(kind, m, family)
@@ -363,10 +369,13 @@ def _aot_lookup(kind: ProductFormat, family: str) -> AotCase:
 def _aot_numbers(kind: ProductFormat, family: str, gated: bool = False) -> AotCase:
     weight = kind.packed(28672, 4096, family, gated)
     scale = ({} if kind.scale is None else {"s_ptr": POINTERS[kind.scale]}) | _table(kind)
+    y = "*bf16"
+    if kind.decoder.levels:  # as they are
+        scale, y = {}, POINTERS[kind.x]
     constants = dequantize.constants(weight)
     each = threads({"num_warps": int(str(constants["num_warps"]))}, family)
     return aot_case(f"dequantize {kind.name}{' gated' * gated}", dequantize.dequantize_kernel,
-                    {"w_ptr": POINTERS[kind.words], "y_ptr": "*bf16", "n": "i32", "magic": "i32", **scale},
+                    {"w_ptr": POINTERS[kind.words], "y_ptr": y, "n": "i32", "magic": "i32", **scale},
                     {**{key: None for key in ("s_ptr", "table_ptr") if key not in scale}, **constants},
                     multiples=("n",), wide_loads=max(1, ROWS * kind.bk * kind.bits // 8 // each // 16))
 
