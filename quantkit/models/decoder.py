@@ -102,7 +102,8 @@ class CausalLM:
     def check_cache(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
 
-    def warm_up(self, cache: KVCacheProtocol, sequences: int, tokens: int) -> Iterable[None]:
+    def warm_up(self, cache: KVCacheProtocol, sequences: int, tokens: int,
+                taps: tuple[int, ...] = ()) -> Iterable[None]:
         """Nothing takes longer the first time."""
         return ()
 

@@ -29,6 +29,7 @@ from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import NO_DRAFTS
 from quantkit.runtime.memory.scratch import GPU_LEAST, PREFILL_CHUNK, prompt_portion
 from quantkit.runtime.runner import ModelRunner, PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
@@ -136,7 +137,8 @@ class Engine:
             drafter, loaded, clock)
         self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
                                     context=self._context,
-                                    chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
+                                    chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache,
+                                    drafts=NO_DRAFTS if self.speculator is None else self.speculator.memory)
         default = self._settings.default
         self.cache, self.reservation = default.cache, default.reservation
         self._clock = clock
@@ -314,7 +316,8 @@ class Engine:
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
         tokens = self._context if self.reservation is None else self.reservation.tokens
         with self._lock, torch.inference_mode():
-            for _ in self.loaded.model.warm_up(self.cache, self._max_batch, tokens):
+            layers = () if self.speculator is None else self.speculator.layers
+            for _ in self.loaded.model.warm_up(self.cache, self._max_batch, tokens, layers):
                 if scheduler.closed:
                     break
         while not scheduler.closed:

@@ -15,7 +15,14 @@ from quantkit.kv.prefix import PrefixBudget, PrefixCache, PrefixMatch, block_nam
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.kv import LOOKAHEAD, Footprint, available_pages, reserved_footprint
+from quantkit.runtime.memory.kv import (
+    LOOKAHEAD,
+    NO_DRAFTS,
+    DraftMemory,
+    Footprint,
+    available_pages,
+    reserved_footprint,
+)
 from quantkit.runtime.memory.scratch import prompt_portion
 from quantkit.runtime.memory.serving import most_that_fit, spare_bytes
 from quantkit.support.errors import QuantkitError, UsageError
@@ -93,6 +100,7 @@ class KVCacheManager:
         context: tokens of the longest one.
         chunk: prompt tokens after which policies act that act after every chunk.
         budget: the memory of prefixes, shared with other managers; ``None``: none are kept.
+        drafts: what drafts take beside the cache, where the memory is what is left.
 
     Attributes:
         reservation: shares out its pages among requests, if its size is fixed.
@@ -113,7 +121,8 @@ class KVCacheManager:
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, *, memory: int | None, parts: int, sequences: int,
-                 context: int, chunk: int, budget: PrefixBudget | None) -> None:
+                 context: int, chunk: int, budget: PrefixBudget | None,
+                 drafts: DraftMemory = NO_DRAFTS) -> None:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
@@ -126,8 +135,8 @@ class KVCacheManager:
         self._one_text = model.decode_matches_prefill and self.invariant
         self.drafts = model.supports_drafts and self.invariant
         portion = prompt_portion(model, cache, chunk)
-        if memory is None:
-            memory = spare_bytes(model, cache, sequences, portion)
+        if memory is None and (spare := spare_bytes(model, cache, sequences, portion)) is not None:
+            memory = drafts.left_for_cache(spare, cache.bytes_per_token)
         self.reservation = None
         if memory is not None:
             self.reservation = PageReservation(cache, memory // parts, sequences, context, portion,

@@ -11,7 +11,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.runtime.core import EngineFull
 from quantkit.runtime.kv_manager import CachedText, KVCacheManager
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.memory.kv import default_prefix_bytes
+from quantkit.runtime.memory.kv import NO_DRAFTS, DraftMemory, default_prefix_bytes
 from quantkit.support.errors import UsageError
 
 MAX_QUERIES = 256
@@ -30,6 +30,7 @@ class KVSettings:
         sequences, context, chunk: see :class:`~quantkit.runtime.kv_manager.KVCacheManager`.
         prefix_bytes: bytes of prefixes that all keep together; 0: none. ``None``: a default where caches
             grow, and where their size is fixed the pages that nobody needs.
+        drafts: what drafts take beside the caches.
 
     Attributes:
         default: the manager of the default setting.
@@ -39,8 +40,9 @@ class KVSettings:
     """
 
     def __init__(self, loaded: LoadedModel, default: KVSpec, more: Sequence[KVSpec], *, memory: int | None,
-                 sequences: int, context: int, chunk: int, prefix_bytes: int | None) -> None:
-        self._loaded = loaded
+                 sequences: int, context: int, chunk: int, prefix_bytes: int | None,
+                 drafts: DraftMemory = NO_DRAFTS) -> None:
+        self._loaded, self._drafts = loaded, drafts
         self._sequences = sequences
         self._context = context
         self._chunk = chunk
@@ -133,7 +135,8 @@ class KVSettings:
 
     def _make(self, spec: KVSpec, memory: int | None, parts: int) -> KVCacheManager:
         return KVCacheManager(self._loaded, spec, memory=memory, parts=parts, sequences=self._sequences,
-                              context=self._context, chunk=self._chunk, budget=self._budget)
+                              context=self._context, chunk=self._chunk, budget=self._budget,
+                              drafts=self._drafts)
 
     def _make_room(self) -> None:
         """Drop settings that nobody uses until there is room for another.

@@ -60,7 +60,7 @@ class ModulesModel:
     def prepare(self, cache: Any) -> None:
         self.check_cache(cache)
 
-    def warm_up(self, cache: Any, sequences: int, tokens: int) -> NoReturn:
+    def warm_up(self, cache: Any, sequences: int, tokens: int, taps: tuple[int, ...] = ()) -> NoReturn:
         self.check_cache(cache)
 
     def chunk_invariant(self, cache: Any) -> bool:

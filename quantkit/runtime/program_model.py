@@ -90,7 +90,16 @@ class ProgramModel(LanguageModel):
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` → ``[n, vocab]`` of at most :attr:`max_rows` rows."""
 
-    def warm_up(self, cache: KVCache, sequences: int, tokens: int) -> Iterable[None]:
+    @abstractmethod
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[n]`` → what the first layer gets, ``[n, hidden]``."""
+
+    @abstractmethod
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """What is behind the final norm, ``[n, hidden]`` → ``[n, vocab]``."""
+
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int,
+                taps: tuple[int, ...] = ()) -> Iterable[None]:
         """Nothing takes longer the first time."""
         return ()
 

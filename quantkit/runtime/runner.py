@@ -75,7 +75,10 @@ class ModelRunner:
     def logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
         """Decode one token ``ids [n, 1]`` of requests with one KV setting: logits ``[n, vocab]``."""
         batch = Batch(requests[0].kv.manager.cache, [request.kv.sequence for request in requests], "decode")
-        return self._loaded.model(ids, cache=batch)[:, -1]
+        batch.taps = self._taps
+        logits = self._loaded.model(ids, cache=batch)[:, -1]
+        self._tell_hidden(batch, requests)
+        return logits
 
     def _needs_own_step(self, request: Request, end: int) -> bool:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""

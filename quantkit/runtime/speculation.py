@@ -16,9 +16,10 @@ import torch
 from quantkit.plugins.manager import describe_entry
 from quantkit.plugins.registry import described
 from quantkit.runtime.core import NextLogits, Request, TokenResult, sampled
-from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.memory.kv import NO_DRAFTS, DraftMemory
+from quantkit.runtime.program_model import ProgramModel
 from quantkit.support.errors import PluginError, UsageError
 
 
@@ -69,7 +70,7 @@ class Speculator:
         self._clock = clock
         self._drafter, self._vocab = drafter, loaded.config.vocab_size
         self._source: DraftSource | None = drafter.start(loaded)
-        if self._source.layers and not isinstance(loaded.model, CpuModel):
+        if self._source.layers and not isinstance(loaded.model, ProgramModel):
             raise UsageError(f"{drafter.name} can't draft for {loaded.uri}", next="take another drafter",
                              why="it goes on from hidden states, which this model doesn't hand out")
         self._texts: dict[int, _Text] = {}
@@ -81,6 +82,11 @@ class Speculator:
     def nbytes(self) -> int:
         """Bytes of memory that drafting takes beside the model."""
         return 0 if self._source is None else self._source.nbytes
+
+    @property
+    def memory(self) -> DraftMemory:
+        """What drafts take beside the KV cache."""
+        return NO_DRAFTS if self._source is None else self._source.memory
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -143,7 +143,6 @@ class CpuModel(ProgramModel):
         return self._model.embed(ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """What is behind the final norm, ``[..., hidden]`` → ``[..., vocab]``."""
         return self._model.head(x)
 
     def head_alone(self) -> CausalLM:

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from quantkit.plugins.manager import describe_entry, registry
+from quantkit.runtime.memory.kv import NO_DRAFTS
 from quantkit.support.call_text import made_with, named_options, read_call
 from quantkit.support.errors import PluginError
 from quantkit.support.frozen import Frozen
@@ -54,6 +55,7 @@ class DraftSource(ABC):
 
     Attributes:
         nbytes: bytes of memory that it takes beside the model.
+        memory: what else it takes.
         cold: whether the last proposal did more than others do, such as reading a prompt, so that its time
             doesn't say what drafts cost.
         layers: the model's layers whose inputs :meth:`observe` gets; the number of layers stands for what
@@ -61,6 +63,7 @@ class DraftSource(ABC):
     """
 
     nbytes = 0
+    memory = NO_DRAFTS
     cold = False
     layers: tuple[int, ...] = ()
 

@@ -24,6 +24,8 @@ from quantkit.models.interfaces import LanguageModel
 from quantkit.ops.rows import largest_chance
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftedText, Drafter, DraftSource
+from quantkit.runtime.memory.kv import DraftMemory
+from quantkit.runtime.memory.scratch import gpu_step_bytes
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,10 +99,6 @@ class ModelDrafter(CheckpointDrafter):
     name: ClassVar[str] = "model"
 
     def start(self, target: LoadedModel) -> DraftSource:
-        if target.model.runs_ahead:
-            raise UsageError(f"{self.name} can't draft for {target.uri}",
-                             why="its KV cache would grow in memory that a GPU doesn't have left",
-                             next="take ngram, or self(CHECKPOINT), which has no cache of its own")
         draft = self.load(target)
         if draft.tokenizer.vocabulary != target.tokenizer.vocabulary:
             raise UsageError(f"{self.checkpoint} can't draft for {target.uri}",
@@ -130,6 +128,7 @@ class _ModelSource(DraftSource):
         self._longest = draft.config.max_position_embeddings
         self._cache = KVCache(draft.config, dtype=draft.dtype, device=draft.model.device)
         self.nbytes = draft.weight_bytes
+        self.memory = DraftMemory(gpu_step_bytes(draft.config, draft.dtype), self._cache.bytes_per_token)
 
     def begin(self, text: DraftedText) -> None:
         text.state = _Reading(self._cache.add())
@@ -205,7 +204,7 @@ class _LowBitSource(DraftSource):
     def __init__(self, model: LanguageModel, least_chance: float, nbytes: int) -> None:
         self._model = model
         self._least = least_chance
-        self.nbytes = nbytes
+        self.nbytes, self.memory = nbytes, DraftMemory(gpu_step_bytes(model.config, model.dtype))
         self._vocab = model.config.vocab_size
 
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:

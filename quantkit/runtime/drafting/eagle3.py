@@ -21,16 +21,16 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.models.reader import HARMLESS, ConfigReader
 from quantkit.ops.linear_weight import LinearWeight
-from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
 from quantkit.runtime.drafting.head import (
     DraftHead,
     HeadDrafter,
     HeadFiles,
     HeadSource,
-    cpu_model,
+    drafted_model,
     head_source,
 )
+from quantkit.runtime.program_model import ProgramModel
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ class Eagle3Drafter(HeadDrafter):
     max_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT)
 
     def start(self, target: LoadedModel) -> DraftSource:
-        model = cpu_model(target, self.name)
+        model = drafted_model(target, self.name)
         with head_source(self.checkpoint) as source:
-            head = Eagle3Head(source.config(), HeadFiles(source, _stored_name(source.tensors()), model.dtype),
+            head = Eagle3Head(source.config(), HeadFiles(source, _stored_name(source.tensors()), model),
                               model, self.checkpoint)
         return HeadSource(head, model, self.least_chance)
 
@@ -149,7 +149,7 @@ class Eagle3Head(DraftHead):
         QuantkitError: its files are off.
     """
 
-    def __init__(self, hf: Mapping[str, Any], files: HeadFiles, model: CpuModel, uri: str) -> None:
+    def __init__(self, hf: Mapping[str, Any], files: HeadFiles, model: ProgramModel, uri: str) -> None:
         stated = read_config(hf, model.config, uri)
         self.config, self.layers, self._normed_residual = stated.layer, stated.layers, stated.normed_residual
         self._model, weights, hidden = model, files.weights, self.config.hidden_size
@@ -182,7 +182,8 @@ class Eagle3Head(DraftHead):
         if (wrong := self._ids[(self._ids < 0) | (self._ids >= target.vocab_size)]).numel():
             raise UsageError(f"{uri} can't draft for this model", next="take the head that was made for it",
                              why=f"it drafts token {int(wrong[0]):,} of {target.vocab_size:,}")
-        self.nbytes = files.nbytes + (0 if self._table is None else self._table.nbytes)
+        self._ids = self._ids.to(model.device)
+        self.nbytes = files.nbytes
 
     def join(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._fc(hidden.flatten(1).to(self.dtype))
@@ -198,7 +199,7 @@ class Eagle3Head(DraftHead):
         return residual + self._mlp(self._mlp_norm(residual))
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        logits = torch.full((self._model.config.vocab_size,), NEVER)
+        logits = torch.full((self._model.config.vocab_size,), NEVER, device=state.device)
         logits[self._ids] = self._head(self._norm(state[None]))[0].float()
         return logits
 

@@ -6,6 +6,7 @@ p + 1; what it gives then says what comes at p + 2. A draft goes on from what th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import PLAIN
-from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops import gpu
 from quantkit.ops.rows import largest_chance, one_thread
-from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
+from quantkit.runtime.memory.kv import DraftMemory
+from quantkit.runtime.program_model import ProgramModel
 from quantkit.sources.base import ModelSource, QuantizedError, TensorInfo
 from quantkit.support.errors import SourceError, UsageError
 
@@ -76,6 +78,10 @@ class DraftHead(ABC):
         """A state ``[size]`` that :meth:`run` gave → float32 ``[vocab]`` of the model's vocabulary."""
 
 
+AT_ONCE = 64
+"""Positions that a head sees at once on a GPU, where every launch costs the host time; all before a draft."""
+
+
 @dataclass
 class _Reading:
     """What a head has seen of a text.
@@ -100,12 +106,15 @@ class HeadSource(DraftSource):
         least_chance: a draft ends before a token that is less likely than this.
     """
 
-    def __init__(self, head: DraftHead, model: CpuModel, least_chance: float) -> None:
+    def __init__(self, head: DraftHead, model: ProgramModel, least_chance: float) -> None:
         self._head = head
-        self._model = model
+        self._device = model.device
         self._least = least_chance
         self.layers, self.nbytes = head.layers, head.nbytes
-        self._cache = KVCache(head.config, KVSpec(), head.dtype)
+        self._cache = KVCache(head.config, KVSpec(), head.dtype, model.device)
+        self.memory = DraftMemory(bytes_per_token=self._cache.bytes_per_token)
+        # a device that runs ahead is given no more than it needs for every token
+        self._at_once = AT_ONCE if model.runs_ahead else 1
 
     def begin(self, text: DraftedText) -> None:
         text.state = _Reading(self._cache.add())
@@ -120,7 +129,8 @@ class HeadSource(DraftSource):
             states = self._head.join(hidden[max(0, reading.seen - start):])
             kept = max(0, start - reading.seen)
             reading.waiting = torch.cat([reading.waiting[:kept], states]) if kept else states
-            self._catch_up(text)
+            if len(reading.waiting) >= self._at_once:
+                self._catch_up(text)
 
     def propose(self, texts: Sequence[DraftedText], limits: Sequence[int]) -> list[list[int]]:
         with one_thread():
@@ -160,18 +170,18 @@ class HeadSource(DraftSource):
         batch = Batch(self._cache, [reading.number])
         batch.begin([len(tokens)])
         positions = batch.next_positions(len(tokens))
-        ids = torch.tensor(tokens)
+        ids = gpu.sent(torch.tensor(tokens), self._device)
         context = ForwardContext(self._head.config, positions, self._head.dtype, batch)
         result = self._head.run(ids, states, context, batch)
         batch.end()
         return result
 
 
-def cpu_model(target: LoadedModel, drafter: str) -> CpuModel:
+def drafted_model(target: LoadedModel, drafter: str) -> ProgramModel:
     """The model that a head drafts for. Raises UsageError: it hands out no hidden states."""
-    if not isinstance(target.model, CpuModel):
+    if not isinstance(target.model, ProgramModel):
         raise UsageError(f"{drafter} can't draft for {target.uri}",
-                         why=target.fallback_reason or "heads draft on a CPU only",
+                         why=target.fallback_reason or "it hands out no hidden states",
                          next="leave out --draft, or take ngram")
     return target.model
 
@@ -207,20 +217,22 @@ class HeadFiles:
     Args:
         source: the files that have them.
         name_of: maps the name that a layer asks for to the stored one.
-        dtype: the dtype that they are computed in.
+        model: the model that the head drafts for, in whose dtype and where it is computed.
 
     Attributes:
-        weights: by the names that layers ask for; Linears are packed for the CPU's kernels.
-        nbytes: bytes of the Linears that were asked for.
+        weights: by the names that layers ask for; Linears are packed for a CPU's kernels.
+        nbytes: bytes of the Linears and tables that were asked for.
     """
 
-    def __init__(self, source: ModelSource, name_of: Callable[[str], str], dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, name_of: Callable[[str], str], model: ProgramModel) -> None:
         self._source = source
         self._name_of = name_of
         self._infos = source.tensors()
         self._asked: set[str] = set()
         self.nbytes = 0
-        self.weights = Weights(self._tensor, self.has, dtype, pack=self._pack)
+        self._dtype, packs = model.dtype, isinstance(model, CpuModel)
+        self.weights = Weights(self._tensor, self.has, model.dtype, device=model.device,
+                               pack=(lambda weight: weight.packed(model.dtype)) if packs else None)
 
     def has(self, name: str) -> bool:
         return self._name_of(name) in self._infos
@@ -248,6 +260,8 @@ class HeadFiles:
             raise SourceError(f"{self._source.uri}: tensor {info.name!r} is {info.dtype} {list(info.shape)}",
                               why=f"a head has floating-point numbers of {dimensions} dimensions there",
                               next=AGAIN)
+        if dimensions == 2:
+            self.nbytes += math.prod(info.shape) * self._dtype.itemsize
         return self._source.tensor(info.name)
 
     def _info(self, name: str) -> TensorInfo:
@@ -257,8 +271,3 @@ class HeadFiles:
             raise SourceError(f"{self._source.uri} lacks the tensor {stored!r}",
                               why="the head can't compute without it", next=AGAIN)
         return info
-
-    def _pack(self, weight: StoredWeight) -> LinearWeight:
-        packed = weight.packed(self.weights.dtype)
-        self.nbytes += packed.nbytes
-        return packed

@@ -20,16 +20,16 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.forward_context import ForwardContext
 from quantkit.models.layers import RMSNorm, linear
-from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import MAX_DRAFT, DraftSource
 from quantkit.runtime.drafting.head import (
     DraftHead,
     HeadDrafter,
     HeadFiles,
     HeadSource,
-    cpu_model,
+    drafted_model,
     head_source,
 )
+from quantkit.runtime.program_model import ProgramModel
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class MtpDrafter(HeadDrafter):
     max_tokens: int = Field(default=3, ge=1, le=MAX_DRAFT)
 
     def start(self, target: LoadedModel) -> DraftSource:
-        model = cpu_model(target, self.name)
+        model = drafted_model(target, self.name)
         with head_source(self.checkpoint) as source:
             layout = layout_in(source.tensors(), model.config, self.checkpoint)
-            head = MtpHead(layout, HeadFiles(source, layout.name_of, model.dtype), model)
+            head = MtpHead(layout, HeadFiles(source, layout.name_of, model), model)
         return HeadSource(head, model, self.least_chance)
 
 
@@ -104,7 +104,7 @@ class MtpHead(DraftHead):
         QuantkitError: its files are off.
     """
 
-    def __init__(self, layout: MtpLayout, files: HeadFiles, model: CpuModel) -> None:
+    def __init__(self, layout: MtpLayout, files: HeadFiles, model: ProgramModel) -> None:
         config = model.config
         self.config = dataclasses.replace(config, num_layers=1, sliding_windows=config.sliding_windows[-1:])
         self._layout = layout

@@ -24,10 +24,12 @@ SMALL = 16
 """The number of sequences up to which the logits' memory isn't that of the largest graph."""
 SLOTS = 1536
 """Of a head, at least; more by doubling. Answers to texts of 1,024, 2,048, … tokens need no other graph."""
-Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
-"""``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
-RunPrompt = Callable[["torch.Tensor", "StepTokens", "torch.Tensor", "torch.Tensor"], None]
-"""``ids [N]`` and whose they are, tiles, and where the last layer's ``[N, hidden]`` go."""
+Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor", "torch.Tensor"], None]
+"""``ids [N]`` and whose they are, and where logits ``[N, vocab]`` and hidden states that are handed out
+``[taps, N, hidden]`` go."""
+RunPrompt = Callable[["torch.Tensor", "StepTokens", "torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
+"""``ids [N]`` and whose they are, tiles, and where the last layer's ``[N, hidden]`` and hidden states that
+are handed out go."""
 
 
 def slots_of(longest: int, limit: int) -> int:
@@ -42,6 +44,7 @@ class _Graph:
 
     ids: torch.Tensor
     step: StepTokens
+    hidden: torch.Tensor
     replay: Callable[[], None] | None
     rows: Sequence[tuple[int, int]] = ()
 
@@ -54,17 +57,19 @@ class GraphCache:
         device: the device; on a CPU there are no graphs, and the step itself is called.
         vocab: numbers of a token's logits.
         limit: slots of a head where the model's longest text ends.
+        taps, hidden: layers whose hidden states are handed out, and their size.
     """
 
-    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, limit: int) -> None:
-        self._device, self._limit = device, limit
+    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, limit: int, taps: int,
+                 hidden: int) -> None:
+        self._device, self._limit, self._tapped = device, limit, (taps, hidden)
         self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None
         self._pool: Any = None
 
     def __call__(self, run: Run, ids: torch.Tensor, rows: Sequence[tuple[int, int]], longest: int,
-                 valid: object) -> torch.Tensor:
+                 valid: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of some sequences.
 
         Args:
@@ -76,7 +81,7 @@ class GraphCache:
             valid: changes when something lies elsewhere.
 
         Returns:
-            Logits ``[n, vocab]``, valid until the next call.
+            Logits ``[n, vocab]`` and hidden states ``[taps, n, hidden]``, valid until the next call.
         """
         size = next(size for size in BATCHES if size >= len(rows))
         self._make_room(size, valid)
@@ -87,10 +92,10 @@ class GraphCache:
             graph.rows = rows
         graph.ids[:len(rows)].copy_(ids)
         if graph.replay is None:
-            run(graph.ids, graph.step, self._logits[:size])
+            run(graph.ids, graph.step, self._logits[:size], graph.hidden)
         else:
             graph.replay()
-        return self._logits[:len(rows)]
+        return self._logits[:len(rows)], graph.hidden[:, :len(rows)]
 
     def warm_up(self, run: Run, sequences: int, longest: int, valid: object) -> Iterator[None]:
         """Capture the steps of up to ``sequences`` sequences, whose heads have up to ``longest`` slots: one
@@ -117,8 +122,10 @@ class GraphCache:
         if (size, longest) not in self._graphs:
             ids, step = _nobodys(size, self._device, longest)
             out = self._logits[:size]
-            replay, self._pool = _captured(lambda: run(ids, step, out), self._device, self._pool)
-            self._graphs[size, longest] = _Graph(ids, step, replay)
+            taps, width = self._tapped
+            hidden = torch.empty(taps, size, width, dtype=out.dtype, device=self._device)
+            replay, self._pool = _captured(lambda: run(ids, step, out, hidden), self._device, self._pool)
+            self._graphs[size, longest] = _Graph(ids, step, hidden, replay)
         return self._graphs[size, longest]
 
 
@@ -139,6 +146,7 @@ class _PromptGraph:
     step: StepTokens
     tiles: torch.Tensor
     out: torch.Tensor
+    hidden: torch.Tensor
     replay: Callable[[], None] | None
 
 
@@ -149,17 +157,19 @@ class PromptGraphs:
         device: as for :class:`GraphCache`.
         hidden, dtype: of results.
         tokens: of a tile, at most.
+        taps: layers whose hidden states are handed out.
     """
 
-    def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype, tokens: int, taps: int) -> None:
         self._device, self._hidden, self._dtype, self._tokens = device, hidden, dtype, tokens
+        self._taps = taps
         self._graphs: dict[int, _PromptGraph] = {}
         self._seen = Counter[int]()
         self._valid: object = None
         self._pool: Any = None
 
     def __call__(self, run: RunPrompt, ids: torch.Tensor, rows: np.ndarray, tiles: np.ndarray,
-                 valid: object) -> torch.Tensor | None:
+                 valid: object) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Tokens of some prompts.
 
         Args:
@@ -171,7 +181,8 @@ class PromptGraphs:
             valid: changes when something lies elsewhere.
 
         Returns:
-            ``[n, hidden]``, valid until the next call; ``None``: there is no graph for as many, or not yet.
+            ``[n, hidden]`` and the hidden states ``[taps, n, hidden]``, valid until the next call; ``None``:
+            there is no graph for as many, or not yet.
         """
         size = next((size for size in PORTIONS if size >= len(ids)), 0)
         if not size or len(tiles) > size // self._tokens + SEQUENCES:
@@ -185,10 +196,10 @@ class PromptGraphs:
         graph.step.rows.copy_(gpu.sent(_filled(rows, size, -1), self._device))
         graph.tiles.copy_(gpu.sent(_filled(tiles, len(graph.tiles), 0), self._device))
         if graph.replay is None:
-            run(graph.ids, graph.step, graph.tiles, graph.out)
+            run(graph.ids, graph.step, graph.tiles, graph.out, graph.hidden)
         else:
             graph.replay()
-        return graph.out[:len(ids)]
+        return graph.out[:len(ids)], graph.hidden[:, :len(ids)]
 
     def warm_up(self, run: RunPrompt, valid: object) -> Iterator[None]:
         """Capture the steps of all sizes, one for each item that is taken."""
@@ -207,8 +218,10 @@ class PromptGraphs:
             ids, step = _nobodys(size, self._device, 1)
             tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
             out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
-            replay, self._pool = _captured(lambda: run(ids, step, tiles, out), self._device, self._pool)
-            self._graphs[size] = _PromptGraph(ids, step, tiles, out, replay)
+            hidden = out.new_empty(self._taps, *out.shape)
+            replay, self._pool = _captured(lambda: run(ids, step, tiles, out, hidden), self._device,
+                                           self._pool)
+            self._graphs[size] = _PromptGraph(ids, step, tiles, out, hidden, replay)
         return self._graphs[size]
 
 

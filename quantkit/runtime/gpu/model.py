@@ -73,16 +73,21 @@ class _CacheOnDevice:
     """
 
     def __init__(self, program: GpuProgram, cache: KVCache) -> None:
-        from quantkit_kernels.triton.prefill_attention import tokens
-
         self._program, self._cache = program, proxy(cache)
         self.tables = DeviceTables(self._cache)
         self._pages: list[LayerPages] = []
         self._pages_now = -1
+        self.use_taps(())
+
+    def use_taps(self, taps: tuple[int, ...]) -> None:
+        """Graphs that hand out other layers' hidden states are others."""
+        from quantkit_kernels.triton.prefill_attention import tokens
+
+        program, config, self._taps = self._program, self._cache.config, taps
         self._graphs = GraphCache(program.device, program.vocab, program.dtype,
-                                  cache.config.max_position_embeddings)
-        self._prompt_graphs = PromptGraphs(program.device, cache.config.hidden_size, program.dtype,
-                                           tokens(program.group))
+                                  config.max_position_embeddings, len(taps), config.hidden_size)
+        self._prompt_graphs = PromptGraphs(program.device, config.hidden_size, program.dtype,
+                                           tokens(program.group), len(taps))
 
     @property
     def pages(self) -> list[LayerPages]:
@@ -110,15 +115,18 @@ class _CacheOnDevice:
             int(state.lengths.max()) + count for state, count in zip(states, counts))
         self._program.make_angles(max(ends))
         whose = [(row, place) for row, count in zip(rows, counts) for place in range(count)]
-        logits = self._graphs(self._step, _flat(ids, slices), whose, longest, self._valid)
+        if batch.taps != self._taps:
+            self.use_taps(batch.taps)
+        logits, hidden = self._graphs(self._step, _flat(ids, slices), whose, longest, self._valid)
         self.tables.counted(batch, slices)
+        self._hand_out(batch, slices, hidden)
         return logits
 
-    def _step(self, ids: torch.Tensor, step: StepTokens, out: torch.Tensor) -> None:
+    def _step(self, ids: torch.Tensor, step: StepTokens, out: torch.Tensor, hidden: torch.Tensor) -> None:
         from quantkit_kernels.triton.advance import advance
 
         tables = self.tables.tables
-        x = self._program.run(ids, step, tables, self.pages, self._cache)
+        x = self._program.run(ids, step, tables, self.pages, self._cache, taps=[*zip(self._taps, hidden)])
         advance(tables, step)
         self._program.logits(x, out)
 
@@ -127,10 +135,17 @@ class _CacheOnDevice:
         """Changes when something that a graph reads comes to lie elsewhere."""
         return self._cache.move_counter.count, self.tables.moves, self._program.moves
 
-    def _prompt_step(self, ids: torch.Tensor, step: StepTokens, tiles: torch.Tensor,
-                     out: torch.Tensor) -> None:
+    def _prompt_step(self, ids: torch.Tensor, step: StepTokens, tiles: torch.Tensor, out: torch.Tensor,
+                     hidden: torch.Tensor) -> None:
         out.copy_(self._program.run(ids, step, self.tables.tables, self.pages, self._cache, tiles,
-                                    prompts=self._program.prompts))
+                                    prompts=self._program.prompts, taps=[*zip(self._taps, hidden)]))
+
+    def _hand_out(self, batch: Batch, slices: Sequence[RowSlice], hidden: torch.Tensor) -> None:
+        """Hidden states ``[taps, n, hidden]`` of some slices, as :attr:`Batch.hidden`."""
+        if self._taps:
+            rows = hidden.transpose(0, 1).to(torch.float32, copy=True)
+            for part, states in zip(slices, rows.split([part.count for part in slices])):
+                batch.hidden.setdefault(part.sequence, []).append(states)
 
     def prefill(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                 slices: Sequence[RowSlice]) -> torch.Tensor:
@@ -154,15 +169,22 @@ class _CacheOnDevice:
         tracks = any(state.query_window is not None for state in states)
         query_rows: list[torch.Tensor] = []
         x = None
+        if batch.taps != self._taps:
+            self.use_taps(batch.taps)
         if not tracks and not decodes:
-            x = self._prompt_graphs(self._prompt_step, flat, whose, tiles, self._valid)
+            captured = self._prompt_graphs(self._prompt_step, flat, whose, tiles, self._valid)
+            if captured is not None:
+                x, hidden = captured
         if x is None:
             device = self._program.device
             longest = max(int(state.lengths.max()) + count for state, count in zip(states, counts))
             step = StepTokens(gpu.sent(torch.from_numpy(whose), device), longest)
+            hidden = torch.empty(len(self._taps), len(flat), batch.cache.config.hidden_size,
+                                 dtype=self._program.dtype, device=device)
             x = self._program.run(flat, step, self.tables.tables, self.pages, self._cache,
                                   gpu.sent(torch.from_numpy(tiles), device), query_rows if tracks else None,
-                                  None if decodes else self._program.prompts)
+                                  None if decodes else self._program.prompts, [*zip(self._taps, hidden)])
+        self._hand_out(batch, slices, hidden)
         for part in slices:
             batch.advance(part.sequence, part.count)
         for layer, q in enumerate(query_rows):
@@ -233,19 +255,30 @@ class GpuModel(ProgramModel):
     def prepare(self, cache: KVCache) -> None:
         """Kernels are compiled, and steps captured, by the thread that runs the model."""
 
-    def warm_up(self, cache: KVCache, sequences: int, tokens: int) -> Iterator[None]:
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int,
+                taps: tuple[int, ...] = ()) -> Iterator[None]:
         """Capture the graphs of all steps, which compiles their kernels. The interpreter has none, and where
         there is no memory for all of them each is captured when it is first needed."""
         if self.device.type != "cuda" or self.reason_against(cache) is not None:
             return
         with self.on_device():
             try:
-                yield from self._on_device(cache).warm_up(sequences, tokens)
+                on_device = self._on_device(cache)
+                on_device.use_taps(taps)
+                yield from on_device.warm_up(sequences, tokens)
             except torch.OutOfMemoryError:
                 self._caches.pop(cache, None)
 
     def chunk_invariant(self, cache: KVCache) -> bool:
         return True
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        with self.on_device():
+            return self._program.embed(ids)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        with self.on_device():
+            return self._program.head(x)
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         with self.on_device():

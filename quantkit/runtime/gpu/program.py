@@ -129,7 +129,8 @@ class GpuProgram:
 
     def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages],
             cache: KVCache, tiles: torch.Tensor | None = None, queries: list[torch.Tensor] | None = None,
-            prompts: PromptProducts | None = None) -> torch.Tensor:
+            prompts: PromptProducts | None = None,
+            taps: Sequence[tuple[int, torch.Tensor]] = ()) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
@@ -142,24 +143,32 @@ class GpuProgram:
                 each sequence.
             queries: gets each layer's queries ``[N, H, D]``, rotated.
             prompts: multiplies them, if they are a prompt's; see :attr:`prompts`.
+            taps: layers, and where their inputs ``[N, hidden]`` are copied to; the number of layers stands
+                for what the last one leaves.
 
         Returns:
             ``[N, hidden]``.
         """
-        x = self._embed(ids)
+        x = self.embed(ids)
         for index, layer in enumerate(self._layers):
+            _hand_out(x, index, taps)
             x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries, prompts)
             x = self._mlp(layer, x, step, prompts)
+        _hand_out(x, len(self._layers), taps)
         return x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` → ``[n, vocab]``, written to ``out``: final norm and head."""
-        logits = self._head(self._normed_for(self._head, x, self._norm), out=out)
+        return self.head(self._normed_for(self._head, x, self._norm), out)
+
+    def head(self, x: torch.Tensor | QuantizedActivations, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What is behind the final norm → ``[n, vocab]``, written to ``out``."""
+        logits = self._head(x, out=out)
         if (cap := self._config.logit_softcap) is None:
             return logits
         return logits.copy_(softcapped(logits, cap))
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
         x = (self._head.look_up(ids) if self._table is None
              else embed(ids, self._table, self.dtype))
         if self._config.embedding_scale == 1.0:
@@ -233,6 +242,13 @@ class GpuProgram:
         if (weight := layer.norms.get("after_mlp")) is not None:
             return x + self._normed(layer.down(gated, prompts=prompts), weight)
         return layer.down(gated, residual=x, prompts=prompts)
+
+
+def _hand_out(x: torch.Tensor, layer: int, taps: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Copy a layer's inputs to where they are asked for, which may be several places."""
+    for tapped, out in taps:
+        if tapped == layer:
+            out.copy_(x)
 
 
 def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> None:

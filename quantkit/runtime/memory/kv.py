@@ -38,6 +38,26 @@ MAX_PREFIX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
+class DraftMemory:
+    """What drafts take on a GPU beside weights.
+
+    Attributes:
+        step_bytes: bytes while they are made.
+        bytes_per_token: bytes of each token in a KV cache of their own.
+    """
+
+    step_bytes: int = 0
+    bytes_per_token: int = 0
+
+    def left_for_cache(self, memory: int, bytes_per_token: int) -> int:
+        """Bytes of ``memory`` for a model's KV cache, of which a token takes ``bytes_per_token``."""
+        return max(0, memory - self.step_bytes) * bytes_per_token // (bytes_per_token + self.bytes_per_token)
+
+
+NO_DRAFTS = DraftMemory()
+
+
+@dataclass(frozen=True)
 class PeakUsage:
     """The most that one head of one layer holds of one sequence, over some steps.
 

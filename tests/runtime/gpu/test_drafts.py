@@ -1,19 +1,26 @@
 """Drafts on a GPU: several tokens of a sequence decode at once, and are those that come one by one."""
 
 import dataclasses
+import shutil
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from quantkit.quantization.run import quantize
 from quantkit.runtime import kv_manager, speculation
-from quantkit.runtime.drafting.base import parse_drafter
-from quantkit.runtime.drafting.draft_model import LowBitDrafter
+from quantkit.runtime.drafting.base import Drafter, DraftSource, parse_drafter
+from quantkit.runtime.drafting.draft_model import LowBitDrafter, ModelDrafter
+from quantkit.runtime.drafting.eagle3 import Eagle3Drafter
+from quantkit.runtime.drafting.mtp import MtpDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.runner import PipelinedDecoder
 from quantkit.runtime.sampler import Sampling
+from tests.helpers.draft_heads import eagle3_files, mtp_shapes, random_tensors
 from tests.helpers.drafts import run, scripted
 
 GREEDY = Sampling(max_tokens=9, ignore_eos=True)
@@ -64,11 +71,12 @@ def test_a_step_is_given_ahead_while_nothing_is_drafted(loaded, monkeypatch):
     assert engine.cache.used_bytes == 0
 
 
-def test_a_checkpoint_of_fewer_bits_drafts_in_the_models_own_cache(loaded, drafted, tmp_path):
+@pytest.mark.parametrize("kind", [LowBitDrafter, ModelDrafter])
+def test_a_checkpoint_drafts_in_the_models_own_cache_or_in_one_of_its_own(loaded, drafted, tmp_path, kind):
     quantize(loaded.uri, "int8", tmp_path / "int8")
     plain, _ = run(loaded, PROMPTS[:2], [GREEDY, CHANCE], "int8")
-    results, counts = run(loaded, PROMPTS[:2], [GREEDY, CHANCE], "int8",
-                          LowBitDrafter(checkpoint=str(tmp_path / "int8"), least_chance=0, max_tokens=3))
+    drafter = kind(checkpoint=str(tmp_path / "int8"), least_chance=0, max_tokens=3)
+    results, counts = run(loaded, PROMPTS[:2], [GREEDY, CHANCE], "int8", drafter)
     assert results == plain and counts.accepted > 3
 
 
@@ -119,3 +127,57 @@ def test_tokens_of_a_sequence_that_decode_together_have_their_own_bits(loaded):
 
     single = logits([1] * 12)
     assert torch.equal(single, logits([5, 1, 6])) and torch.equal(single, logits([12]))
+
+
+class Listening(Drafter):
+    """Drafts what is rarely right, and notes what it is told of."""
+
+    name: ClassVar[str] = "listening"
+
+    def start(self, target):
+        return ListeningSource(target.config.num_layers)
+
+
+class ListeningSource(DraftSource):
+    def __init__(self, layers):
+        self.layers, self.told = (0, layers), {}
+
+    def observe(self, text, start, hidden):
+        assert hidden.dtype == torch.float32
+        self.told |= dict(enumerate(hidden.cpu(), start))
+
+    def propose(self, texts, limits):
+        return [[5, 6][:limit] if len(text.tokens) % 3 else [] for text, limit in zip(texts, limits)]
+
+
+def test_hidden_states_are_handed_out_of_prompts_drafts_and_steps_that_run_ahead(loaded, drafted):
+    engine = Engine(loaded, drafter=Listening())
+    request = engine.submit(PROMPTS[1], GREEDY)
+    while engine.step():
+        pass
+    told = engine.speculator._source.told
+    tokens = torch.tensor([*PROMPTS[1], *request.result.token_ids[:-1]], device=loaded.model.device)
+    assert sorted(told)[:len(tokens)] == [*range(len(tokens))]
+    rows = torch.stack([told[place] for place in range(len(tokens))])
+    assert torch.equal(rows[:, 0], loaded.model.embed(tokens).float().cpu())
+    last = loaded.model.hidden(tokens[None])[0].float().cpu()
+    assert torch.allclose(rows[:, 1], last, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_head_drafts_there(loaded, drafted, tmp_path, kind):
+    config, files = loaded.config, tmp_path / "head"
+    if kind == "eagle3":
+        eagle3_files(files, config, vocab=300, eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+        drafter = Eagle3Drafter(checkpoint=str(files), least_chance=0)
+    else:
+        files.mkdir()
+        norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+        shapes = mtp_shapes(config, "mtp.layers.0", norms, "mtp.fc")
+        save_file(random_tensors(shapes), files / "model.safetensors")
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(loaded.uri) / name, files)
+        drafter = MtpDrafter(checkpoint=str(files), least_chance=0)
+    plain, _ = run(loaded, PROMPTS[:2], [GREEDY, CHANCE], "int8")
+    results, counts = run(loaded, PROMPTS[:2], [GREEDY, CHANCE], "int8", drafter)
+    assert results == plain and counts.tokens > 10
