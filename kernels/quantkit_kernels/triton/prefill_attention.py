@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
+from quantkit_kernels.triton.cache import HADAMARD, PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,
@@ -140,7 +140,7 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
     if d > 128:
         rows = (16 if family == "cdna" else 64 if family == "blackwell" else 32) if low else 64
         if family == "ampere" or (family == "hopper" and k.kind != PLAIN):
-            rows = 32
+            rows = 16 if family == "ampere" and k.kind == HADAMARD else 32
     elif family == "ampere":
         rows = 32 if low else 64
     if family == "cdna":
