@@ -108,21 +108,32 @@ class TritonFP8(TritonKernel):
     name = "triton-fp8"
 
     def reason_against(self, query: KernelQuery) -> str | None:
-        """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64."""
+        """Anything but fp8 weights with one scale a row (or a tensor), or a tile of a multiple of 64; with
+        activations that are rounded in groups only tiles of 64 or 128."""
         granularity = query.spec.granularity
+        in_groups = query.spec.activations == "group"
         if granularity.strategy != "tile":
             return _reason_against(query, "fp", (8,)) or _reason_against_scales(query)
-        if (granularity.size or 0) % 64:
-            return f"takes tiles of a multiple of 64, not {granularity}"
-        return _reason_against(query, "fp", (8,))
+        if (granularity.size or 0) % 64 or (in_groups and (granularity.size or 0) > gpu.MAX_GROUP):
+            return f"takes tiles of {'64 or 128' if in_groups else 'a multiple of 64'}, not {granularity}"
+        return _reason_against(query, "fp", (8,), rounded=in_groups)
 
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Their bits are where the decoder wants them."""
         from quantkit_kernels.triton.fp8 import pack
+        from quantkit_kernels.triton.token_groups import GroupRounding
 
         if (size := codes.spec.granularity.size) is not None:
-            return pack(codes.codes, tile_rows(codes), gated=gated, group=size)
+            inputs = GroupRounding(size, bits=8) if codes.spec.activations else None
+            return pack(codes.codes, tile_rows(codes), gated=gated, group=size, inputs=inputs)
         return pack(codes.codes, _by_row(codes), gated=gated)
+
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.token_groups import round_groups
+
+        how = prepared.inputs
+        return super().run(x if how is None else round_groups(x, how).values, prepared)
 
 
 class TritonW8A8(TritonKernel):

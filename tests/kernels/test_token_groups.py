@@ -15,6 +15,8 @@ LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LEVELS = torch.cat((LEVELS, -LEVELS))
 KINDS = {"nvfp4": (16, 64.0), "nvfp4, another's number": (16, 77.3), "mxfp4": (32, None),
          "e2m1 in 64": (64, None), "e2m1 in 128": (128, None)}
+SQUARES = QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="tile", size=128),
+                    activations="group")
 
 
 def spec_of(group):
@@ -75,6 +77,19 @@ def test_as_torch_rounds(on, kind):
         assert (got - want)[odd].abs().le(2.0**-24).all() and odd.sum() < 50
     else:
         assert torch.equal(got, want)
+
+
+def test_8_bits_as_torch_rounds(on, randn):
+    x = awkward(on, 320)
+    x[6, 70] = float("inf")
+    how = GroupRounding(128, bits=8)
+    want = tokens.round_groups(x, SQUARES).to(x.dtype)
+    values = round_groups(x, how).values
+    assert torch.equal(values.isnan(), want.isnan()) and want.isnan().sum() == 128
+    assert torch.equal(values.nan_to_num(), want.nan_to_num())
+    x, weight = randn(3, 320, on=on), randn(320, seed=1, on=on)
+    assert torch.equal(rms_norm_groups(x, weight, 1e-5, how).values,
+                       round_groups(rms_norm(x, weight, 1e-5)[0], how).values)
 
 
 @pytest.mark.sampled(4)

@@ -88,7 +88,7 @@ def gate_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, n: tl.tensor, x_row: tl.tens
 
 def reason_against(w: TritonWeight) -> str | None:
     """Why a weight isn't made of numbers that a library could multiply; ``None``: it is."""
-    if w.decoder.levels or w.inputs is not None or w.decoder.product is not None:
+    if w.decoder.levels or w.decoder.product is not None:
         return "it multiplies activations that are rounded for it"
     return None
 

@@ -187,7 +187,7 @@ def multiply_experts(x: torch.Tensor | QuantizedActivations, w: TritonWeight, pa
         x: ``[tokens, k]`` with ``chosen`` experts a token, or ``[pairs, k]`` with 1; levels with a scale a
             row for weights that take them.
         w: the weights of all experts one below the other, each filled up to :func:`padded_rows`; gated ones
-            as all gates, then all that they open. Not one whose inputs are rounded in groups.
+            as all gates, then all that they open. Not one with a kernel of its own.
         pairs: the result of :func:`route`.
         experts: how many there are.
         outputs: columns of the result.
@@ -203,7 +203,7 @@ def multiply_experts(x: torch.Tensor | QuantizedActivations, w: TritonWeight, pa
     blocks, over = divmod(w.words.shape[0], experts)
     number = pairs.chosen.numel()
     values = x.values if isinstance(x, QuantizedActivations) else x
-    if (over or w.decoder.levels != isinstance(x, QuantizedActivations) or w.inputs is not None
+    if (over or w.decoder.levels != isinstance(x, QuantizedActivations) or w.decoder.product is not None
             or values.shape != (number // chosen, w.k) or values.dtype not in w.decoder.takes):
         raise ValueError(f"x {list(values.shape)} {values.dtype}, a weight [{w.n}, {w.k}] of {experts} "
                          f"experts and {number} pairs don't fit together")

@@ -29,6 +29,7 @@ from quantkit_kernels.triton.fragment import (
     whole_tiles,
 )
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
+from quantkit_kernels.triton.token_groups import GroupRounding
 
 BK = 64
 """Columns of a tile."""
@@ -92,7 +93,7 @@ E4M3 = TritonDecoder(decode_e4m3, number)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False,
-         decoder: TritonDecoder = E4M3, group: int = 0) -> TritonWeight:
+         decoder: TritonDecoder = E4M3, group: int = 0, inputs: GroupRounding | None = None) -> TritonWeight:
     """Pack a weight for the kernels. This is done once, when a model is loaded.
 
     Args:
@@ -102,6 +103,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
         gated: the first half of the rows are a gate projection's, the second half an up projection's.
         decoder: determines which activations the weight takes.
         group: columns that share a scale; 0: a row.
+        inputs: how rows of x are rounded before.
     """
     n, k = codes.shape
     family = family or family_of(codes.device)
@@ -111,7 +113,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
         tiles.copy_(spread(tiles))
     scales = rows(scale.float(), gated)
     return TritonWeight(words, scales.T.contiguous() if group else scales, n, k, BK, group, "row", family,
-                        decoder, gated)
+                        decoder, gated, inputs=inputs)
 
 
 def spread(words: torch.Tensor) -> torch.Tensor:

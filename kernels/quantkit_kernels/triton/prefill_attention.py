@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import HADAMARD, PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
+from quantkit_kernels.triton.cache import (
+    HADAMARD,
+    PLAIN,
+    LayerPages,
+    SequenceTables,
+    SideLayout,
+    StepTokens,
+    border,
+)
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,

@@ -63,14 +63,14 @@ def rms_norm_kernel(x_ptr: tl.tensor, r_ptr: tl.tensor, w_ptr: tl.tensor, y_ptr:
 def rms_norm_groups_kernel(x_ptr: tl.tensor, w_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor,
                            t_ptr: tl.tensor, eps: tl.tensor, N: tl.constexpr, COLUMNS: tl.constexpr,
                            WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-                           PACKED: tl.constexpr, EARLY: tl.constexpr) -> None:
+                           PACKED: tl.constexpr, LEVEL_BITS: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One row, rounded in groups: see :func:`~quantkit_kernels.triton.token_groups.round_groups_kernel`."""
     if EARLY:
         let_next_begin()
     at = tl.program_id(0).to(tl.int64)
     y = _normal(x_ptr, None, w_ptr, None, eps, at * N, N, BLOCK).to(tl.float32)
     round_and_store(y.reshape(BLOCK // GROUP, GROUP), tl.arange(0, BLOCK // GROUP), at, f_ptr, l_ptr, t_ptr,
-                    True, N, COLUMNS, WIDTH, PACKED)
+                    True, N, COLUMNS, WIDTH, PACKED, LEVEL_BITS)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
@@ -135,7 +135,8 @@ def group_constants(n: int, how: GroupRounding, early: bool) -> dict[str, int | 
     :func:`~quantkit_kernels.triton.dependent.starts`."""
     columns = how.columns(n)
     return {**constants(max(columns, how.group), early), "N": n, "COLUMNS": columns,
-            "WIDTH": how.width(n), "GROUP": how.group, "PACKED": how.packed > 0}
+            "WIDTH": how.width(n), "GROUP": how.group, "PACKED": how.packed > 0,
+            "LEVEL_BITS": how.bits}
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

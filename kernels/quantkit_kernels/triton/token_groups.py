@@ -1,14 +1,16 @@
-"""Activations rounded to 4-bit floating point as they come: a scale for each group of a row.
+"""Activations rounded to 4- or 8-bit floating point as they come: a scale for each group of a row.
 
 In groups of 16 (NVFP4, https://arxiv.org/abs/2509.25149) a scale is ``max|x| / 6`` times a number of the
 layer's, rounded to e4m3; one that is rounded to 0 is 0.125 instead, beside which all levels are 0. In larger
 groups (MXFP4, https://arxiv.org/abs/2310.10537) it is the power of 2 of ``max|x|``, which is rounded up from
-1.75 of it on, over 4. Levels are those of e2m1, the nearest, ties to even. A group that isn't finite has the
-scale NaN.
+1.75 of it on, over 4. Levels are those of e2m1, the nearest, ties to even. With 8 bits levels are e4m3's and
+a scale is ``max|x| / 448`` in float32, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437). A group that
+isn't finite has the scale NaN.
 
 Rows come out in one of two ways. *Values*: level times scale, without the layer's number, in the dtype of the
 activations; six significant bits at most, so that this is exact. float16 gets half of what groups of 32 or
 more say, because the largest level may be above its range; there an odd multiple of 2⁻²⁴ is rounded again.
+With 8 bits level times scale is rounded once more, to the dtype of the activations.
 *Packed*: for tensor cores that multiply such groups. Either way a float32 number for each row multiplies the
 sum.
 """
@@ -36,17 +38,19 @@ class GroupRounding:
     """How rows of activations are rounded.
 
     Attributes:
-        group: numbers that share a scale: 16, 32, 64 or 128.
+        group: numbers that share a scale: 16, 32, 64 or 128; with 8 bits 64 or 128.
         factor: float32 ``[1]``, on the device: what scales of groups of 16 are multiplied by before they are
             rounded; ``None`` for other groups.
         packed: 0: values. Else rows are uint8: two codes a byte, the earlier one in the low half, then the
             scales' bytes (e4m3 or e8m0); columns are filled up to a multiple of this number. Rows begin at
             multiples of 16 bytes.
+        bits: of a level, 4 or 8.
     """
 
     group: int
     factor: torch.Tensor | None = None
     packed: int = 0
+    bits: int = 4
 
     def columns(self, k: int) -> int:
         """Numbers that a row of ``k`` has when it is filled up."""
@@ -96,20 +100,37 @@ def to_group_levels(x: tl.tensor, factor: tl.tensor, FINE: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def to_e4m3_groups(x: tl.tensor) -> tl.tensor:
+    """The same with levels of e4m3 and float32 scales; no byte stores these."""
+    size = tl.abs(x)
+    finite = size <= LARGEST
+    broken = tl.sum(finite.to(tl.int32) ^ 1, 1) > 0
+    top = tl.maximum(tl.max(tl.where(finite, size, 0.0), 1), 2.0**-100)
+    scale = tl.div_rn(top, tl.full(top.shape, 448.0, tl.float32))
+    each = tl.zeros(x.shape, tl.float32) + scale[:, None]
+    level = _nearest(tl.div_rn(tl.where(finite, x, 0.0), each), 448.0, 121, 20)
+    return level, tl.where(broken, float("nan"), scale)
+
+
+@triton.jit
 def round_and_store(x: tl.tensor, group: tl.tensor, row: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor,
                     t_ptr: tl.tensor, first: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr,
-                    WIDTH: tl.constexpr, PACKED: tl.constexpr) -> None:
+                    WIDTH: tl.constexpr, PACKED: tl.constexpr, LEVEL_BITS: tl.constexpr) -> None:
     """Round groups of a row, float32 ``[groups, size]``, 0 beyond its K numbers; ``group [groups]`` says
     which they are. With the ``first`` ones the row's number is stored. The rest: see
     :func:`round_groups_kernel`."""
     FINE: tl.constexpr = f_ptr is not None
-    HALF: tl.constexpr = not FINE and not PACKED and l_ptr.dtype.element_ty.is_fp16()
+    HALF: tl.constexpr = not FINE and not PACKED and LEVEL_BITS == 4 and l_ptr.dtype.element_ty.is_fp16()
     GROUPS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     number = 1.0
     if FINE:
         number = tl.load(f_ptr)
-    level, stored, byte = to_group_levels(x, number, FINE)
+    if LEVEL_BITS == 8:
+        level, stored = to_e4m3_groups(x)
+        byte = stored.to(tl.int32)  # of packed rows, which these aren't
+    else:
+        level, stored, byte = to_group_levels(x, number, FINE)
     here = l_ptr + row * WIDTH
     if PACKED:
         # a level's upper bits count from 0.5, which has no neighbor with a mantissa of 1
@@ -131,7 +152,7 @@ def round_and_store(x: tl.tensor, group: tl.tensor, row: tl.tensor, f_ptr: tl.te
 def round_groups_kernel(x_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor,
                         x_row: tl.tensor, K: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                         GROUP: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-                        EARLY: tl.constexpr) -> None:
+                        LEVEL_BITS: tl.constexpr, EARLY: tl.constexpr) -> None:
     """BLOCK numbers of a row: x ``[m, K]``, rows x_row apart; f one number, or ``None``; rounded rows l
     ``[m, WIDTH]``, see :class:`GroupRounding`; t float32 ``[m]``. Rows are filled up to COLUMNS."""
     if EARLY:
@@ -140,7 +161,8 @@ def round_groups_kernel(x_ptr: tl.tensor, f_ptr: tl.tensor, l_ptr: tl.tensor, t_
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * x_row + col, mask=col < K, other=0.0).to(tl.float32)
-    round_and_store(x, group, row, f_ptr, l_ptr, t_ptr, tl.program_id(1) == 0, K, COLUMNS, WIDTH, PACKED)
+    round_and_store(x, group, row, f_ptr, l_ptr, t_ptr, tl.program_id(1) == 0, K, COLUMNS, WIDTH, PACKED,
+                    LEVEL_BITS)
 
 
 def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
@@ -149,7 +171,8 @@ def constants(k: int, how: GroupRounding, early: bool) -> dict[str, int | bool]:
     columns = how.columns(k)
     block = min(BLOCK, max(how.group, triton.next_power_of_2(columns)))
     return {"K": k, "COLUMNS": columns, "WIDTH": how.width(k), "GROUP": how.group, "BLOCK": block,
-            "PACKED": how.packed > 0, "EARLY": early, "num_warps": max(1, block // 512)}
+            "PACKED": how.packed > 0, "LEVEL_BITS": how.bits, "EARLY": early,
+            "num_warps": max(1, block // 512)}
 
 
 def empty_groups(x: torch.Tensor, how: GroupRounding) -> QuantizedActivations:

@@ -37,8 +37,8 @@ def reason_against(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]
             specs = {None if (weight := quantized.get(name)) is None else weight.spec for name in names}
             if len(specs) > 1:
                 return f"multiplies experts that are quantized alike, unlike those of layer {index}"
-            if any(spec is not None and spec.activations == "group" for spec in specs):
-                return "multiplies experts whose inputs aren't rounded in groups"
+            if any(spec is not None and spec.activations == "group" and spec.bits == 4 for spec in specs):
+                return "multiplies experts whose inputs aren't rounded to 4 bits"
     return None
 
 

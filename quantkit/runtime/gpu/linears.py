@@ -50,7 +50,7 @@ class DeviceLinear:
         ``prompts``: multiplies rows of a prompt, if it can."""
         from quantkit_kernels.triton.matmul import multiply
 
-        ready = self.prepared(x) if isinstance(x, torch.Tensor) else x
+        ready = self._multiplied(self.prepared(x) if isinstance(x, torch.Tensor) else x)
         if prompts is not None:
             y = prompts.multiply(ready, self.weight, bias=self.bias, **options)
             if y is not None:
@@ -68,6 +68,10 @@ class DeviceLinear:
         """Groups that whoever makes x may round it in; ``None``: in none."""
         return self.weight.inputs if self.rotation is None else None
 
+    def _multiplied(self, x: torch.Tensor | QuantizedActivations) -> torch.Tensor | QuantizedActivations:
+        """What was rounded to numbers that are multiplied as any others is these numbers."""
+        return x if isinstance(x, torch.Tensor) or self.weight.decoder.levels else x.values
+
     def prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         """What the weight multiplies: x rotated, or rounded."""
         if self.rotation is not None:
@@ -77,7 +81,7 @@ class DeviceLinear:
         if self.weight.inputs is not None:
             from quantkit_kernels.triton.token_groups import round_groups
 
-            return round_groups(x, self.weight.inputs)
+            return self._multiplied(round_groups(x, self.weight.inputs))
         if not self.weight.decoder.levels:
             return x
         from quantkit_kernels.triton.levels import quantize

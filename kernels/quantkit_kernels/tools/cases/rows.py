@@ -208,9 +208,10 @@ def _aot_norms(family: str) -> Iterator[AotCase]:
 def _aot_groups(family: str) -> Iterator[AotCase]:
     """Hidden states and what a gate opens, rounded in groups, as values and packed."""
     early = family in dependent.FAMILIES
-    for group, name in GROUPED.items():
-        for packed in (0, block_scaled.BK) if family in w4a4.NATIVE else (0,):
-            how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed)
+    for group, name in (*GROUPED.items(), (128, "fp8 squares")):
+        bits = 8 if group == 128 else 4
+        for packed in (0, block_scaled.BK) if family in w4a4.NATIVE and bits == 4 else (0,):
+            how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed, bits)
             label = f"{name}{' packed' * bool(packed)}"
             pointers = {"l_ptr": "*u8" if packed else "*bf16", "t_ptr": "*fp32"}
             factor = {"f_ptr": None if how.factor is None else "*fp32"}
