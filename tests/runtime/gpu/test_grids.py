@@ -110,7 +110,7 @@ def test_weights_one_below_the_other(case, monkeypatch):
     (trellis_spec(3, 12), "a table of 8-bit states"),
     (quant_spec("fp", 4, "group", 256, scale_dtype="e8m0", activations="group"), "groups of up to 128"),
     (quant_spec("fp", 4, "group", 16, scale_dtype="e8m0", activations="group"), "powers of 2 of larger"),
-    (quant_spec("fp", 8, "tile", 128, scale_dtype="float32", activations="group"), "leaves activations")],
+    (quant_spec("fp", 8, "tile", 256, scale_dtype="float32", activations="group"), "tiles of 64 or 128")],
     ids=lambda value: value.label().replace(" ", "-") if hasattr(value, "label") else "")
 def test_what_none_of_them_multiplies(spec, reason, monkeypatch):
     monkeypatch.setattr(gpu, "reason_against", lambda device, dtype: None)
