@@ -17,8 +17,8 @@ device=cuda scale=1 seconds=540 clients=64 repeats=5 rehearse=() marker=gpu peer
 model=synthetic:llama-3.1-8b experts="synthetic:qwen3-30b-a3b?layers=8" context=1100 long=1100,32000,128000 batches=1,64,256 prompts=2048,8192
 contexts=1x32768,1x131072,64x1100 rows=1,16,32,64,128,256,512,2048
 trellis=(tests/kernels -k "trellis and bfloat16 and not large and not order")
-tests=(tests/runtime/gpu/test_prompts.py tests/kernels/test_experts.py tests/runtime/gpu/test_model.py
-       tests/runtime/gpu/test_engine_ahead.py)
+tests=(tests/runtime/gpu/test_prompts.py tests/runtime/gpu/test_drafts.py tests/kernels/test_experts.py
+       tests/runtime/gpu/test_model.py tests/runtime/gpu/test_engine_ahead.py)
 case ${1:-} in
   "") ;;
   --list) mode=list ;;
@@ -57,9 +57,9 @@ decode() {  # decode SECONDS NAME RECIPE [OPTION…]
     --prefill 0 --max-tokens 64 --repeats "$repeats" --quiet --out "$into/$2.json" "${@:4}"
 }
 
-profiled() {  # profiled SECONDS NAME [OPTION…]
-  stage "$1" "$2" "$PYTHON" evals/profile_gpu.py "$model" --random int4-rtn --device "$device" \
-    --out "$into/$2.json" "${@:3}"
+profiled() {  # profiled SECONDS NAME RECIPE [OPTION…]
+  stage "$1" "$2" "$PYTHON" evals/profile_gpu.py "$model" --random "$3" --device "$device" \
+    --out "$into/$2.json" "${@:4}"
 }
 
 models() {
@@ -75,7 +75,8 @@ models() {
   decode 60 decode-int4-rtn int4-rtn --context "$context" --kv none,int8 --batch "$batches"
   decode 40 decode-trellis4 trellis4 --context "$context" --kv none
   decode 40 decode-trellis3 trellis3 --context "$context" --kv none
-  profiled 60 prompts --prompt "$prompts" --chunk 512,2048
+  profiled 60 prompts int4-rtn --prompt "$prompts" --chunk 512,2048
+  profiled 40 prompts-fp8 fp8 --prompt "$prompts" --chunk 2048
   model=$experts decode 40 decode-experts int4-rtn --context "$context" --kv none --batch "$batches"
 }
 
@@ -136,7 +137,7 @@ if [ "$mode" = list ] || command -v ncu >/dev/null; then
     --section SpeedOfLight --section SchedulerStats --section WarpStateStats --section LaunchStats \
     "$PYTHON" -m quantkit_kernels.tools.bench --quick --only "attention int8" --contexts 1x32768
 fi
-profiled 30 "decode-$clients" --batch "$clients" --context "$context"
+profiled 30 "decode-$clients" int4-rtn --batch "$clients" --context "$context"
 products
 stage 60 tests "${test[@]}" "${tests[@]}"
 stage 80 torch-compile "$PYTHON" evals/peers/torch_compile.py --weights "$peers" --context 1100 \

@@ -157,7 +157,8 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     for label, codings in simple:
         yield _aot_close(label or " plain", codings, 1)
     yield aot_case("advance", advance.advance_kernel,
-                   dict.fromkeys(("rows_ptr", "length_ptr", "seen_ptr"), "*i32"), advance.constants(32, 8))
+                   dict.fromkeys(("rows_ptr", "length_ptr", "seen_ptr"), "*i32") | {"n": "i32"},
+                   advance.constants(32, 8))
 
 
 def _pages(codings: tuple[SideLayout, SideLayout], has_residual: bool) -> LayerPages:
