@@ -73,7 +73,7 @@ class ExpertBuffers:
 
 
 class ExpertTable:
-    """The weights of a Linear of all experts, by their addresses; the memory is theirs.
+    """The weights of a Linear of all experts, by their addresses.
 
     Args:
         linears: of each expert, quantized alike.
@@ -91,9 +91,9 @@ class ExpertTable:
         self.weight = weights[0]
         like = {(weight.kernel.name, weight.shape, weight.columns, weight.rotated) for weight in weights}
         assert len(like) == 1, f"{linears[0].name} isn't packed as those of the other experts"
-        self._biases = [None if linear.bias is None else widened(linear.bias, self.weight.stripes * STRIPE)
-                        for linear in linears]
-        parts = [(weight.weights, weight.scales, weight.outer, weight.zeros, bias)
-                 for weight, bias in zip(weights, self._biases)]
-        self.addresses = torch.tensor([[0 if part is None else part.data_ptr() for part in row]
-                                       for row in parts])
+        size = self.weight.stripes * STRIPE
+        self._parts = [(weight.weights, weight.scales, weight.outer, weight.zeros,
+                        None if linear.bias is None else widened(linear.bias, size))
+                       for weight, linear in zip(weights, linears)]  # kept as long as their addresses are
+        self.addresses = torch.tensor([[0 if part is None else part.data_ptr() for part in parts]
+                                       for parts in self._parts])

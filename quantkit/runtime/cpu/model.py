@@ -116,8 +116,8 @@ class CpuModel(ProgramModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory: those of :attr:`step_bytes`, and the embedding. Norms, which are
-        kilobytes, aren't counted."""
+        """Bytes of all weights in memory: those of :attr:`step_bytes`, and the embedding. Norms
+        and routers, which are small, aren't counted."""
         linears = (*self.linears().values(), self._model.head)
         weights = {id(weight): weight.nbytes for weight in (*(linear.weight for linear in linears),
                                                             self._model.embedding)}

@@ -482,6 +482,7 @@ class CpuProgram:
                 if index is not None:
                     self._program.set(index, **parts, **rule)
             self._program.set(operations.attend, limit=limit, sinks=sinks)
+            cache.layers[layer].scores.sinks = self._model.layers[layer].self_attn.sinks
         self._current_pages = now
 
     def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
