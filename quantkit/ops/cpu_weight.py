@@ -152,15 +152,15 @@ class CpuWeight:
         pool().run(program.records)
         return out[:, :self.shape[1]]
 
-    def units(self, rows: int, threads: int) -> ProductUnits:
-        """How a product with this number of rows is cut."""
+    def units(self, rows: int, threads: int, tiles: int = 1) -> ProductUnits:
+        """How a product with this number of rows is cut; ``tiles``: how many such are multiplied together."""
         from quantkit_kernels.cpu.product_spec import MOST_ROWS
         from quantkit_kernels.cpu.weight_decoder import STRIPE
 
         wide = rows if rows <= 16 else MOST_ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
         least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
-        each = -(-self.stripes // (wanted * least)) * least
+        each = -(-self.stripes // (max(1, wanted // tiles) * least)) * least
         return ProductUnits(-(-self.stripes // each) * -(-rows // wide), each, wide)
 
 

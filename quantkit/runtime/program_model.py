@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch, block_of
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
@@ -190,6 +191,24 @@ def reason_against_shape(config: ModelConfig, also: Mapping[str, bool] = Mapping
            "a rotation of parts of a head": config.rope.partial != 1.0}
     feature = next((name for name, used in has.items() if used), None)
     return None if feature is None else f"has no kernel for {feature}"
+
+
+def reason_against_experts(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]) -> str | None:
+    """Why a model's experts aren't multiplied side by side; ``None`` if they are, or there are none.
+
+    Args:
+        quantized: packed weights by name.
+    """
+    if (experts := config.experts) is None:
+        return None
+    gate, up, down = experts.projections
+    for index, has_experts in enumerate(experts.layers):
+        for parts in ((gate, up), (down,)) if has_experts else ():
+            names = [f"model.layers.{index}.{experts.module}.experts.{number}.{part}"
+                     for number in range(experts.count) for part in parts]
+            if len({None if (weight := quantized.get(name)) is None else weight.spec for name in names}) > 1:
+                return f"multiplies experts that are quantized alike, unlike those of layer {index}"
+    return None
 
 
 def slices_of(counts: Sequence[int], rows: int, block: int | None = None,

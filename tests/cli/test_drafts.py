@@ -96,6 +96,6 @@ def test_a_drafter_that_changes_tokens_is_reported(cli, roomy, monkeypatch):
 
 
 def test_a_model_that_gets_no_drafts(cli, tmp_path):
-    folder = tiny_model(tmp_path / "experts", "mixtral", max_position_embeddings=8192)
+    folder = tiny_model(tmp_path / "capped", "gemma2", max_position_embeddings=8192)
     result = cli("bench", "drafts", folder, "--max-tokens", 4, "--repeats", 1, "-q")
     assert result.exit_code == 2 and "gets no drafts" in result.stderr

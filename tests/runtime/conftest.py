@@ -28,8 +28,9 @@ def loaded(folder) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def by_operation(tmp_path_factory) -> LoadedModel:
-    """A model with experts, which goes operation by operation."""
-    return load(str(tiny_model(tmp_path_factory.mktemp("experts") / "tiny", "mixtral", dtype="float32")))
+    """A model that rotates parts of heads, which goes operation by operation."""
+    return load(str(tiny_model(tmp_path_factory.mktemp("partial") / "tiny", "phi3", dtype="float32",
+                               partial_rotary_factor=0.5)))
 
 
 @pytest.fixture(scope="session")

@@ -229,8 +229,8 @@ def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit
 
 
 def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, tmp_path):
-    """Experts go operation by operation."""
-    loaded = load(str(tiny_model(tmp_path, "mixtral")))
+    """A rotation of parts of heads goes operation by operation."""
+    loaded = load(str(tiny_model(tmp_path, "phi3", partial_rotary_factor=0.5)))
     assert loaded.fallback_reason
     engine = Engine(loaded, max_itl=0.0)
     submit(engine, 4)

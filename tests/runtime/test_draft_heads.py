@@ -401,6 +401,6 @@ def test_what_holds_no_head_is_refused(folder, loaded, drafter, tmp_path):
                            (Eagle3Drafter(checkpoint=str(tmp_path / "int8")), "holds no head")):
         with pytest.raises(UsageError, match=match):
             other.start(loaded)
-    experts = load(str(tiny_model(tmp_path / "moe", "qwen3_moe")))
+    capped = load(str(tiny_model(tmp_path / "capped", "gemma2")))
     with pytest.raises(UsageError, match="eagle3 can't draft for"):
-        drafter.start(experts)
+        drafter.start(capped)

@@ -149,7 +149,7 @@ def test_an_unknown_token_is_refused(make, token, dtype):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"])
 def test_families_that_do_something_else_with_it(make, family, tied):
-    """Gemma scales embeddings and caps logits, Phi-3 fuses projections, experts go operation by operation."""
+    """Gemma scales embeddings and caps logits, Phi-3 fuses projections."""
     out, plain = make("int8", family, tie_word_embeddings=tied)
     expected = load(str(plain)).model(ids(2, 9))
     exact = load(str(out), dtype="float32").model(ids(2, 9))

@@ -29,16 +29,19 @@ FAMILIES = {"qwen3": {},
             "odd": {"hidden_size": 36, "intermediate_size": 51, "head_dim": 32, "num_attention_heads": 3,
                     "num_key_value_heads": 1},
             "mixtral": {"intermediate_size": 51, "head_dim": 32}, "qwen3_moe": {"head_dim": 32},
+            "gpt_oss": {"head_dim": 32},
             "gemma2": {"final_logit_softcapping": 7.0, "head_dim": 32},
             "phi3": {"partial_rotary_factor": 0.5, "hidden_size": 128}}
-"""Two of them in sizes that fill no vector; those behind the second run operation by operation."""
+"""Two of them in sizes that fill no vector; the last two run operation by operation."""
 MODELS = ("qwen3 bf16", "qwen3 fp16", "qwen3 fp32", "odd bf16", "odd fp16", "odd fp32", "qwen3 int8 bf16",
           "qwen3 w8a8 bf16", "qwen3 fp8 bf16", "qwen3 int4-rtn bf16", "qwen3 nf4 bf16", "qwen3 int8 fp16",
-          "qwen3 w8a8 fp16", "qwen3 int4-rtn fp16", "qwen3 nf4 fp16")
+          "qwen3 w8a8 fp16", "qwen3 int4-rtn fp16", "qwen3 nf4 fp16", "mixtral bf16", "mixtral fp32",
+          "mixtral int8 fp16", "mixtral w8a8 bf16", "qwen3_moe fp16", "qwen3_moe int4-rtn bf16",
+          "gpt_oss fp32", "gpt_oss mxfp4-datafree bf16")
 """A family, a recipe if it is quantized, and the dtype."""
-BY_OPERATION = ("qwen3 int4-rtn fp32", "qwen3 w8a8 fp32", "qwen3 fp8 fp32", "mixtral bf16", "mixtral fp16",
-                "mixtral fp32", "mixtral int8 fp16", "qwen3_moe fp16", "gemma2 fp16", "gemma2 fp32",
-                "phi3 fp16", "phi3 fp32", "qwen3 nvfp4-a4 bf16", "qwen3 mxfp4-a4 bf16")
+BY_OPERATION = ("qwen3 int4-rtn fp32", "qwen3 w8a8 fp32", "qwen3 fp8 fp32", "mixtral int8 fp32",
+                "gemma2 fp16", "gemma2 fp32", "phi3 fp16", "phi3 fp32", "qwen3 nvfp4-a4 bf16",
+                "qwen3 mxfp4-a4 bf16")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

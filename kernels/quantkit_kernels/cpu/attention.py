@@ -34,10 +34,11 @@ NOTHING = -1e30
 UNBOUNDED = 2**31 - 1
 """A window or limit that there isn't."""
 ATTEND_ARGUMENTS = (*CACHE, "*q", "*out", "*tiles", "*scratch", "*partial", "q_stride", "out_stride", "group",
-                    "window", "limit", "sinks", "splits", "scratch_private")
+                    "window", "limit", "sinks", "splits", "scratch_private", "*sink_scores")
 """``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of
-its splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more."""
-REDUCE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
+its splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more;
+``sink_scores``: float32 ``[query heads]``, scores of no key, https://arxiv.org/abs/2508.10925; null: none."""
+REDUCE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits", "*sink_scores")
 
 
 def scratch_bytes(dim: int, queries: int) -> int:
@@ -106,8 +107,7 @@ class _Attend:
             with e.loop(0, self.queries) as q:
                 for at in range(0, self.dim, self.width):
                     e.store(self.running + q * size, e.const(vec(F32, self.width), 0.0), at * 4)
-                e.store(self.most + q * 16, e.const(F32, NOTHING))
-                e.store(self.most + q * 16, e.const(F32, 0.0), 4)
+                _begin(e, self.most + q * 16, a.sink_scores, self._place(q)[1])
             with e.loop(self._start(), end, SPLIT) as begin:
                 self._split(begin, e.min(begin + SPLIT, end))
                 with e.loop(0, self.queries) as q, e.when(e.load(self.most, F32, q * 16 + 8) > NOTHING):
@@ -349,14 +349,22 @@ class ReduceSplits:
         state = e.room(8)
         for at in range(0, self.dim, width):
             e.store(out, e.const(vec(F32, width), 0.0), at * 4)
-        e.store(state, e.const(F32, NOTHING))
-        e.store(state, e.const(F32, 0.0), 4)
+        _begin(e, state, a.sink_scores, unit % a.query_heads)
         with e.loop(0, a.splits) as split:
             partial_state = partial + split * size
             with e.when(e.load(partial_state, F32) > NOTHING):
                 _merge(e, self.dim, out, state, partial_state + 8, partial_state)
         _divide(e, self.dim, out, state, out)
         e.ret()
+
+
+def _begin(e: Emitter, state: Value, sink_scores: Value, head: Value) -> None:
+    """The maximum and the sum of weights over no key: of the head's own score, if it has one."""
+    e.store(state, e.const(F32, NOTHING))
+    e.store(state, e.const(F32, 0.0), 4)
+    with e.when(e.present(sink_scores)):
+        e.store(state, e.load(sink_scores, F32, head * 4))
+        e.store(state, e.const(F32, 1.0), 4)
 
 
 def _merge(e: Emitter, dim: int, running: Value, state: Value, sums: Value, maximum: Value) -> None:

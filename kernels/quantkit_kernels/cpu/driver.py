@@ -17,8 +17,9 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
 RECORD = 384
-KERNEL, UNITS, FLAGS, ARGUMENTS = 0, 8, 16, 64
-"""Offsets in a record."""
+KERNEL, UNITS, FLAGS, TIMES, ARGUMENTS = 0, 8, 16, 24, 64
+"""Offsets in a record. ``TIMES`` has the address of an int64 that an operation before this one wrote: units
+are multiplied by it; 0: by nothing."""
 NO_BARRIER, EACH = 1, 2
 """Flags: the next operation doesn't need this one's results; every thread does all units for itself."""
 SLOTS = (RECORD - ARGUMENTS) // 8
@@ -112,8 +113,11 @@ def _run(e: Emitter, shared: Value, thread: Value) -> None:
     first = e.var(e.const(I64, 0))  # the first place that isn't reset yet
     with e.loop(0, length) as index:
         record = program + index * RECORD
-        kernel, units = e.load(record, PTR, KERNEL), e.load(record, I64, UNITS)
-        flags = e.load(record, I64, FLAGS)
+        kernel, count = e.load(record, PTR, KERNEL), e.var(e.load(record, I64, UNITS))
+        flags, times = e.load(record, I64, FLAGS), e.load(record, PTR, TIMES)
+        with e.when(e.present(times)):
+            count.set(count.get() * e.load(times, I64))
+        units = count.get()
         with e.when(units > 0):
             with e.either((flags & EACH).differs(0)) as otherwise:
                 with e.loop(0, units) as unit:

@@ -12,7 +12,7 @@ import torch
 from llvmlite import ir
 
 from quantkit_kernels.cpu.compiled import address, on_disk
-from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, UNITS
+from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, TIMES, UNITS
 from quantkit_kernels.cpu.isa import Isa
 
 ALIGNMENT = 64
@@ -73,7 +73,8 @@ class Program:
             units_per_row: the units of a row of activations, for :attr:`units_per_row`.
             barrier: whether the next operation needs its results.
             each: every thread does all units, for itself.
-            values: arguments by name: a tensor gives its address and is kept; what is left out is 0.
+            values: arguments by name: a tensor gives its address and is kept; what is left out is 0. The
+                kernel doesn't see ``times``, an int64 in memory that the driver multiplies the units by.
 
         Returns:
             Its index.
@@ -82,7 +83,7 @@ class Program:
             TypeError: an argument that the kernel doesn't have.
         """
         known = _arguments(kernel)
-        if unknown := set(values) - set(known):
+        if unknown := set(values) - {*known, "times"}:
             raise TypeError(f"{kernel.name} has no argument {min(unknown)!r}; it has {', '.join(known)}")
         self._kernels.append(kernel)
         self._initial.append({"units": units, **values})
@@ -106,7 +107,7 @@ class Program:
         for i, kernel in enumerate(self._kernels):
             self.records[i, KERNEL // 8] = addresses[kernel.name]
             self.records[i, FLAGS // 8] = self._flags[i]
-            self._columns.append({"units": UNITS // 8} | {
+            self._columns.append({"units": UNITS // 8, "times": TIMES // 8} | {
                 name: ARGUMENTS // 8 + j for j, name in enumerate(_arguments(kernel))})
             self.set(i, **self._initial[i])
         self._initial = []

@@ -1,9 +1,9 @@
-"""What happens to a row of activations between two multiplications: norm, SiLU or GELU, quantization.
+"""What happens to a row of activations between two multiplications: norm, a gate, quantization.
 
-A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``, ``gelu``) and leaves it as a
-multiplication wants it: float32, bfloat16, int16 or int8 with a scale for each subgroup of 32, or int8 or
-e4m3 with one scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.hadamard`) if the weights are. A
-unit is a row.
+A row operation takes a row from somewhere (``plain``, ``norm``, or through a gate: ``silu``, ``gelu``,
+``clamped``) and leaves it as a multiplication wants it: float32, bfloat16, int16 or int8 with a scale for
+each subgroup of 32, or int8 or e4m3 with one scale for the row; rotated before
+(:mod:`~quantkit_kernels.cpu.hadamard`) if the weights are. A unit is a row.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ LANES = 16
 SMALLEST = 2.0**-100
 """A subgroup's, or row's, largest value is taken to be at least this: its inverse stays finite."""
 ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
-             "subgroups", "out_stride", "out_private", "eps", "*signs", "*mix", "*room", "room_private")
+             "subgroups", "out_stride", "out_private", "eps", "*signs", "*mix", "*room", "room_private",
+             "limit")
 """Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
 scales and of sums; behind a row's sums are those of the halves of its subgroups; ``out_private``: between
-threads. ``eps``: the bits of a float32. ``signs``, ``mix`` and ``room`` are those of the rotation;
+threads. ``eps``, ``limit``: the bits of a float32. ``signs``, ``mix`` and ``room`` are those of the rotation;
 ``room_private``: between threads."""
 ADD_ARGUMENTS = ("*x", "*weight", "*out", "x_stride", "out_stride", "size", "eps")
 """Of a record of :class:`NormAdd`; what pads x and weight is 0."""
 GELU, GELU_CUBE = 1.5957691216057308, 0.044715
 """2 · √(2 / π) and the cube's factor: GELU by tanh is ``x / (1 + exp(-GELU · (x + GELU_CUBE · x³)))``."""
-Source = Literal["plain", "norm", "silu", "gelu"]
+CLAMPED_GAIN = 1.702
+"""The sigmoid's gain in a clamped gate."""
+Source = Literal["plain", "norm", "silu", "gelu", "clamped"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class RowKernel:
         source: ``plain`` takes ``x``; ``norm`` is ``x / sqrt(mean(x²) + eps) · weight``,
             https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``,
             https://arxiv.org/abs/2002.05202; ``gelu`` is ``gelu(x) · second`` with GELU's approximation by
-            tanh, https://arxiv.org/abs/1606.08415.
+            tanh, https://arxiv.org/abs/1606.08415; ``clamped`` is gpt-oss's, https://arxiv.org/abs/2508.10925:
+            ``g · sigmoid(1.702 g) · (u + 1)`` with x and second cut off at ``limit``, second at −limit too.
         family: how the row is left.
         rotation: the rotation's width, which is the row's; 0 stands for none.
     """
@@ -70,6 +74,7 @@ class RowKernel:
         shift = unit * a.out_stride + thread * a.out_private
         out, scales, sums = (p + shift for p in (a.out, a.scales, a.sums))
         wide = vec(F32, LANES)
+        limit = a.limit.trunc(I32).bits(F32).spread(LANES) if self.source == "clamped" else None
 
         def value(at: Value) -> Value:
             result = e.load(x, wide, at)
@@ -80,6 +85,10 @@ class RowKernel:
             if self.source == "gelu":
                 inner = (result * result * GELU_CUBE + 1.0) * result * GELU
                 result = result / (exp(e, -inner) + 1.0) * e.load(second, wide, at)
+            if limit is not None:  # NaN passes these minima and maxima, whose second argument it is
+                result = e.min(limit, result)
+                other = e.min(limit, e.max(-limit, e.load(second, wide, at)))
+                result = result / (exp(e, result * -CLAMPED_GAIN) + 1.0) * (other + 1.0)
             return result
 
         if self.rotation:

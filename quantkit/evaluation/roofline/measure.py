@@ -66,11 +66,13 @@ def measure_roofline(loaded: LoadedModel, rows: Sequence[int] = ROWS, contexts: 
         progress: told of every operator.
 
     Raises:
-        UsageError: the model isn't run as one program on a CPU, no context or number of rows is left, or no
-            kernel reads the KV setting.
+        UsageError: the model isn't run as one program on a CPU, or has experts, no context or number of rows
+            is left, or no kernel reads the KV setting.
     """
-    if not isinstance(loaded.model, CpuModel):
-        reason = loaded.fallback_reason or f"it runs on {loaded.model.device.type}"
+    routed = loaded.config.experts is not None
+    if routed or not isinstance(loaded.model, CpuModel):
+        reason = "what a product with experts reads depends on the tokens" if routed else (
+            loaded.fallback_reason or f"it runs on {loaded.model.device.type}")
         raise UsageError(f"the operators of {loaded.uri} can't be measured one by one", why=reason,
                          next="quantkit bench decode measures whole steps")
     limit = loaded.config.max_position_embeddings

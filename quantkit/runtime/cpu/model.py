@@ -25,7 +25,12 @@ from quantkit.ops.dispatch import DECODE_ROWS, choose, query_for
 from quantkit.runtime.cpu.program import MAX_ROWS, CpuProgram, TokenIds
 from quantkit.runtime.cpu.program_variants import DecodedCpuProgram, OperatorProgram, TappedCpuProgram
 from quantkit.runtime.memory.scratch import packed_of
-from quantkit.runtime.program_model import ProgramModel, reason_against_shape, selected_rows
+from quantkit.runtime.program_model import (
+    ProgramModel,
+    reason_against_experts,
+    reason_against_shape,
+    selected_rows,
+)
 from quantkit.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,12 +54,9 @@ def reason_against(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return f"runs on cpu, not {device.type}"
     if dtype not in cpu_weight.PLAIN:
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
-    reason = reason_against_shape(config, {"mixtures of experts": config.experts is not None,
-                                           "attention sinks": config.attention_sinks,
-                                           "clamped activations": config.activation == "clamped_silu",
-                                           "scaled scores": config.attention_scale is not None,
+    reason = reason_against_shape(config, {"scaled scores": config.attention_scale is not None,
                                            "capped scores": config.attention_softcap is not None})
-    if reason is not None:
+    if reason is not None or (reason := reason_against_experts(config, quantized)) is not None:
         return reason
     # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
     if config.fused_projections and config.intermediate_size % SUBGROUP:
@@ -103,15 +105,19 @@ class CpuModel(ProgramModel):
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a decode step reads."""
-        sizes = {id(linear.weight): packed_of(linear, self._high).nbytes
-                 for linear in (*self.linears().values(), self._model.head)}
-        return sum(sizes.values())
+        """Bytes of weights that a decode step of one token reads."""
+        experts, linears = self.config.experts, (*self.linears().values(), self._model.head)
+        sizes = {id(linear.weight): packed_of(linear, self._high).nbytes for linear in linears}
+        if experts is None:
+            return sum(sizes.values())
+        shared = {id(linear.weight) for linear in linears if ".experts." not in linear.name}
+        total = sum(size for weight, size in sizes.items() if weight in shared)
+        return total + (sum(sizes.values()) - total) * experts.chosen // experts.count
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory: those of :attr:`step_bytes`, and the embedding. Norms, which are
-        kilobytes, aren't counted."""
+        """Bytes of all weights in memory: those of :attr:`step_bytes`, and the embedding. Norms
+        and routers, which are small, aren't counted."""
         linears = (*self.linears().values(), self._model.head)
         weights = {id(weight): weight.nbytes for weight in (*(linear.weight for linear in linears),
                                                             self._model.embedding)}

@@ -15,7 +15,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.store import PageStore
 from quantkit.models.decoder import CausalLM, DecoderLayer
-from quantkit.models.layers import MLP, RMSNorm
+from quantkit.models.layers import MLP, MixtureOfExperts, RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_machine import lazy_zeros
@@ -24,6 +24,7 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.rows import capped_rows
 from quantkit.ops.stored_weight import PlainWeight
+from quantkit.runtime.cpu.experts import ExpertBuffers, ExpertTable
 from quantkit.runtime.memory.scratch import CPU_ROWS as MAX_ROWS
 from quantkit.runtime.memory.scratch import MIN_POSITIONS, buffer_width, packed_of, result_widths
 from quantkit.runtime.program_model import RowSlice, rope_tables
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 QUERIES = 48
 """Queries of a KV head (rows times the heads that share it) in a unit of attention."""
+GATES = {"silu": "silu", "gelu_tanh": "gelu", "clamped_silu": "clamped"}
+"""Row kernels by a config's activation."""
 TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]  # of each sequence of a batch
 
 
@@ -74,9 +77,12 @@ class CpuProgram:
         self._pool = cpu_machine.pool()
         isa, threads = cpu_machine.isa(), self._pool.threads
         self._group = config.num_heads // config.num_kv_heads
-        self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
+        self._eps, self._limit = (struct.unpack("<i", struct.pack("<f", number))[0] for number in (
+            config.rms_norm_eps, config.activation_limit))
         self._tile = max(1, QUERIES // self._group)
-        packed = [packed_of(linear, high) for linear in (*model.linears().values(), model.head)]
+        self._mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        routers = [mixture.router for mixture in self._mixtures]
+        packed = [packed_of(linear, high) for linear in (*model.linears().values(), *routers, model.head)]
         scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), encode_bytes(config.head_dim),
                       *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
                       *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
@@ -91,6 +97,8 @@ class CpuProgram:
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, InputKey], Activations] = {}
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
+        self._tables: dict[int, ExpertTable] = {}
+        self._ordered: list[int] = []  # operations that order pairs of rows and experts
         self._prepared: set[int] = set()  # operations that prepare rows for products
         self._attention: list[AttentionOperations] = []  # by layer
         self._encode: list[int] = []  # by layer, if there is a residual
@@ -106,23 +114,30 @@ class CpuProgram:
     def buffer_bytes(self) -> int:
         """Bytes of the rows between operations and of the threads' scratch memory."""
         parts = (self._scratch, self._partial, self._hidden, *self._qkv, self._before_norm, self._mixed,
-                 self._gate, self._up, *(room.written["out"] for room in self._activations.values()))
+                 self._gate, self._up, *(() if self._experts is None else self._experts.tensors),
+                 *(room.written["out"] for room in self._activations.values()))
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}.values())
 
     def _build(self, model: CausalLM) -> None:
         from quantkit_kernels.cpu.embedding import Embed
 
         config, layers = self._config, model.layers
-        attentions, mlps = [layer.self_attn for layer in layers], [mlp_of(layer) for layer in layers]
+        attentions = [layer.self_attn for layer in layers]
+        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
+        mixtures = self._mixtures
+        routed = [linear for mixture in mixtures for linear in (
+            mixture.router, *(linear for expert in mixture.experts for linear in expert.inputs))]
         gates = [linear for mlp in mlps for linear in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
         outs = [attention.o_proj for attention in attentions]
         ins = [linear for attention in attentions for linear in attention.inputs]
-        self._hidden = buffer([*outs, *downs], [*ins, *gates, model.head])
+        self._hidden = buffer([*outs, *downs], [*ins, *gates, *routed, model.head])
         self._qkv = buffers([attention.inputs for attention in attentions], [], attentions[0].sizes)
         self._before_norm = buffer([*outs, *downs], [])  # what is normalized before it is added
         self._mixed = buffer([], outs, config.num_heads * config.head_dim)
-        self._gate, self._up = buffers([mlp.inputs for mlp in mlps], downs, mlps[0].sizes)
+        self._gate, self._up = buffers([mlp.inputs for mlp in mlps], downs, mlps[0].sizes) if mlps else (
+            torch.empty(0), torch.empty(0))
+        self._experts = ExpertBuffers(config.experts, mixtures) if config.experts and mixtures else None
         table = model.embedding
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (
@@ -140,7 +155,7 @@ class CpuProgram:
         from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, ReduceSplits
         from quantkit_kernels.cpu.kv_write import EncodePages, KeepQueries, RopeStore, UndoHadamard
 
-        config, program, attention, mlp = self._config, self._program, layer.self_attn, mlp_of(layer)
+        config, program, attention = self._config, self._program, layer.self_attn
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
         self._norm(layer.before_attention.weight, attention.inputs)
         self._project(attention.inputs, (q, k, v))
@@ -164,39 +179,70 @@ class CpuProgram:
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
-                        window=UNBOUNDED if window is None else window),
+                        window=UNBOUNDED if window is None else window, sink_scores=attention.sinks),
             program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed),
-                        query_heads=config.num_heads)))
+                        query_heads=config.num_heads, sink_scores=attention.sinks)))
         if self._codecs.side("v").hadamard:
             program.add(UndoHadamard(dim), units_per_row=1, **hadamard_arguments, x=mixed,
                         x_stride=stride_of(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            self._mixture(layer, layer.mlp)
+            return
+        mlp = layer.mlp
         self._norm(layer.before_mlp.weight, mlp.inputs)
         self._project(mlp.inputs, (self._gate, self._up))
-        gated = {"silu": "silu", "gelu_tanh": "gelu"}[config.activation]
-        self._prepare(gated, "gate", self._gate, [mlp.down_proj], second=self._up)
+        self._prepare(GATES[config.activation], "gate", self._gate, [mlp.down_proj], second=self._up,
+                      limit=self._limit)
         self._add(mlp.down_proj, "gate", layer.after_mlp)
 
-    def _norm(self, weight: torch.Tensor, linears: Sequence[Linear],
-              selected: torch.Tensor | None = None) -> None:
-        self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=selected,
-                      weight=widened(weight, self._hidden.shape[1]), eps=self._eps)
+    def _mixture(self, layer: DecoderLayer, mixture: MixtureOfExperts) -> None:
+        """A layer's experts: a router's scores choose some for each row, and each multiplies its rows."""
+        from quantkit_kernels.cpu.experts import OrderPairs, Route, SumExperts
 
-    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
+        program, buffers, weight = self._program, self._experts, layer.before_mlp.weight
+        assert buffers is not None
+        gates, ups, downs = ([expert.linears()[part] for expert in mixture.experts] for part in range(3))
+        self._norm(weight, [mixture.router])
+        self._multiply(mixture.router, "hidden", buffers.scores)
+        program.add(Route(), units_per_row=1, **buffers.route)
+        self._ordered.append(program.add(OrderPairs(), **buffers.order))
+        self._norm(weight, [gates[0], ups[0]], buffers.rows, "pairs", buffers.chosen)
+        self._multiply_experts(gates, "pairs", buffers.gate, barrier=False)
+        self._multiply_experts(ups, "pairs", buffers.up)
+        self._prepare(GATES[self._config.activation], "opened", buffers.gate, [downs[0]], buffers.chosen,
+                      second=buffers.up, limit=self._limit)
+        self._multiply_experts(downs, "opened", buffers.result)
+        out = self._before_norm if isinstance(layer.after_mlp, RMSNorm) else self._hidden
+        program.add(SumExperts(), units_per_row=1, **buffers.sum, out=out, out_stride=stride_of(out),
+                    size=self._config.hidden_size, residual=None if out is self._before_norm else out)
+        self._add_normed(layer.after_mlp)
+
+    def _norm(self, weight: torch.Tensor, linears: Sequence[Linear], selected: torch.Tensor | None = None,
+              role: str = "hidden", pairs: int = 0) -> None:
+        self._prepare("norm", role, self._hidden, linears, pairs, size=self._config.hidden_size,
+                      picked=selected, weight=widened(weight, self._hidden.shape[1]), eps=self._eps)
+
+    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear], pairs: int = 0,
                  **values: Any) -> None:
-        """Prepare rows of activations for these Linears, once for each kind of kernel and width."""
+        """Prepare rows of activations for these Linears, once for each kind of kernel and width; with
+        ``pairs`` as many pairs a row."""
         from quantkit_kernels.cpu.rows import RowKernel
         from quantkit_kernels.cpu.weight_decoder import SUB
 
         weights = (packed_of(linear, self._high) for linear in linears)
         for weight in {weight.input_key: weight for weight in weights}.values():
             key = weight.input_key
-            rows = self._activations.setdefault((role, key),
-                                                Activations(weight, max(MAX_ROWS, self._pool.threads)))
-            self._prepared.add(self._program.add(
-                RowKernel(source, key.family, key.rotated), units_per_row=1, x=x, x_stride=stride_of(x),
-                subgroups=key.columns // SUB, **rows.written, **self._hadamard(key.rotated), **values))
+            if (rows := self._activations.get((role, key))) is None:
+                rows = Activations(weight, MAX_ROWS * pairs or max(MAX_ROWS, self._pool.threads))
+                self._activations[role, key] = rows
+            index = self._program.add(
+                RowKernel(source, key.family, key.rotated), units_per_row=pairs or 1, x=x,
+                x_stride=stride_of(x), subgroups=key.columns // SUB, **rows.written,
+                **self._hadamard(key.rotated), **values)
+            if not pairs:
+                self._prepared.add(index)
 
     def _hadamard(self, width: int) -> dict[str, Any]:
         """The arguments with which a row operation rotates rows of this width; none if it is 0."""
@@ -211,12 +257,16 @@ class CpuProgram:
 
     def _add(self, linear: Linear, role: str, norm: object) -> None:
         """Add a Linear's result to the hidden states, after a norm if the model has one there."""
+        normed = isinstance(norm, RMSNorm)
+        self._multiply(linear, role, self._before_norm if normed else self._hidden, add=int(not normed))
+        self._add_normed(norm)
+
+    def _add_normed(self, norm: object) -> None:
+        """Add what waits for a norm to the hidden states; if the model has none there, they have it."""
         from quantkit_kernels.cpu.rows import NormAdd
 
         if not isinstance(norm, RMSNorm):
-            self._multiply(linear, role, self._hidden, add=1)
             return
-        self._multiply(linear, role, self._before_norm)
         self._program.add(NormAdd(), units_per_row=1, x=self._before_norm,
                           x_stride=stride_of(self._before_norm), out=self._hidden,
                           out_stride=stride_of(self._hidden), size=self._config.hidden_size, eps=self._eps,
@@ -234,6 +284,21 @@ class CpuProgram:
                                   out_stride=stride if out is None else stride_of(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
         self._packed[index] = weight, activations.stride
+
+    def _multiply_experts(self, linears: Sequence[Linear], role: str, out: torch.Tensor,
+                          barrier: bool = True) -> None:
+        from quantkit_kernels.cpu.experts import ExpertProduct
+        from quantkit_kernels.cpu.weight_decoder import SUB
+
+        assert self._experts is not None
+        table = ExpertTable(linears, self._high)
+        weight = table.weight
+        index = self._program.add(
+            ExpertProduct(weight.kernel), **self._experts.product,
+            **self._activations[role, weight.input_key].read, table=table.addresses, out=out,
+            out_stride=stride_of(out), stripes=weight.stripes, subgroups=weight.columns // SUB,
+            scratch=self._scratch, scratch_private=self._scratch.shape[1], barrier=barrier)
+        self._tables[index] = table
 
     def run(self, batch: Batch, ids: TokenIds, slices: Sequence[RowSlice]) -> torch.Tensor:
         """Take tokens through all layers, which leaves their keys and values in the pages.
@@ -368,6 +433,8 @@ class CpuProgram:
 
     def _share_out(self, operations: range, rows: int) -> None:
         """One row is prepared by every thread for itself; more rows are shared out."""
+        from quantkit_kernels.cpu.product_spec import MOST_ROWS
+
         program = self._program
         for index in operations:
             if index in self._packed:
@@ -375,6 +442,14 @@ class CpuProgram:
                 cut = weight.units(rows, self._pool.threads)
                 program.set(index, units=cut.units, rows=rows, stripes_a_unit=cut.stripes,
                             rows_a_unit=cut.rows, x_private=stride if rows == 1 else 0)
+            elif index in self._tables:
+                assert self._experts is not None
+                weight = self._tables[index].weight
+                cut = weight.units(min(rows, MOST_ROWS), self._pool.threads, self._experts.chosen)
+                program.set(index, units=cut.units, stripes_a_unit=cut.stripes)
+            elif index in self._ordered:
+                assert self._experts is not None
+                program.set(index, pairs=rows * self._experts.chosen)
             elif per_row := program.units_per_row[index]:
                 program.set(index, units=rows * per_row)
             if index in self._prepared:
@@ -407,6 +482,7 @@ class CpuProgram:
                 if index is not None:
                     self._program.set(index, **parts, **rule)
             self._program.set(operations.attend, limit=limit, sinks=sinks)
+            cache.layers[layer].scores.sinks = self._model.layers[layer].self_attn.sinks
         self._current_pages = now
 
     def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
@@ -441,12 +517,6 @@ def plain_of(table: LinearWeight) -> torch.Tensor:
 def stride_of(x: torch.Tensor) -> int:
     """Bytes from row to row."""
     return x.stride(0) * x.element_size()
-
-
-def mlp_of(layer: DecoderLayer) -> MLP:
-    """A layer's MLP. Models with experts are declined before."""
-    assert isinstance(layer.mlp, MLP)
-    return layer.mlp
 
 
 def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],

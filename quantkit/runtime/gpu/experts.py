@@ -15,6 +15,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.layers import MixtureOfExperts
 from quantkit.models.linear import Linear
 from quantkit.runtime.gpu.linears import DeviceLinear, FusedLinear, gate_of, packed_product
+from quantkit.runtime.program_model import reason_against_experts
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.experts import Pairs
@@ -27,19 +28,10 @@ def reason_against(config: ModelConfig, quantized: Mapping[str, QuantizedTensor]
     Args:
         quantized: packed weights by name.
     """
-    if (experts := config.experts) is None:
-        return None
-    gate, up, down = experts.projections
-    for index, has_experts in enumerate(experts.layers):
-        for parts in ((gate, up), (down,)) if has_experts else ():
-            names = [f"model.layers.{index}.{experts.module}.experts.{number}.{part}"
-                     for number in range(experts.count) for part in parts]
-            specs = {None if (weight := quantized.get(name)) is None else weight.spec for name in names}
-            if len(specs) > 1:
-                return f"multiplies experts that are quantized alike, unlike those of layer {index}"
-            if any(spec is not None and spec.activations == "group" and spec.bits == 4 for spec in specs):
-                return "multiplies experts whose inputs aren't rounded to 4 bits"
-    return None
+    if any(".experts." in name and weight.spec.activations == "group" and weight.spec.bits == 4
+           for name, weight in quantized.items()):
+        return "multiplies experts whose inputs aren't rounded to 4 bits"
+    return reason_against_experts(config, quantized)
 
 
 class ExpertLayer:

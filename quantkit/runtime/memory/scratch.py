@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict
@@ -20,7 +21,7 @@ from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.memory.kv import Footprint
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
-from quantkit.runtime.memory.weights import ModelWeights
+from quantkit.runtime.memory.weights import ModelWeights, packed_sample
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through a model on a CPU at once, at most, and wherever policies act on chunks; other
@@ -45,6 +46,8 @@ TABLE_WIDTH = 16
 PAGE_NUMBER_BYTES = 40
 """Of a page's number: in a list, as an integer, and in a step's table."""
 FLOAT = 4
+PAIR_BYTES = 52
+"""What a program of CPU kernels notes of a row and one of its experts."""
 
 
 def scratch_bytes(weights: ModelWeights, footprint: Footprint, context: int,
@@ -105,30 +108,50 @@ def result_widths(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear]
 @functools.lru_cache(maxsize=64)
 def _program(weights: ModelWeights) -> int:
     """Rows of activations between the operations of a program of CPU kernels."""
-    config = weights.config
+    config, experts = weights.config, weights.config.experts
     by_layer: dict[str, dict[str, list[Linear]]] = defaultdict(lambda: defaultdict(list))
     for layer in weights.multiplied:
         assert layer.packed is not None, f"{layer.name} isn't packed in a model that runs as one program"
         place = layer.name.split(".")
         role = "head" if layer.name in (HEAD, EMBEDDING) else {"o_proj": "out", "down_proj": "down"}.get(
             place[-1], "in" if "self_attn" in place else "gate")
+        if experts is not None and ".experts." in layer.name:
+            role = f"expert {experts.projections.index(place[-1])}"
         by_layer[role]["" if role == "head" else place[2]].append(Linear(layer.name, layer.packed))
-    linears = {role: list(itertools.chain(*layers.values())) for role, layers in by_layer.items()}
+    linears = defaultdict(list, {role: list(itertools.chain(*layers.values()))
+                                 for role, layers in by_layer.items()})
+    gates, ups, downs = (linears[f"expert {part}"] for part in range(3))
     results = [*linears["out"], *linears["down"]]
-    hidden = [*linears["in"], *linears["gate"], *linears["head"]]
+    hidden = [*linears["in"], *linears["gate"], *linears["head"], *gates, *ups]
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
-    widths = [buffer_width(results, hidden), buffer_width([], linears["out"], q),
-              *result_widths([*by_layer["in"].values()], [], [q, kv, kv]),
-              *result_widths([*by_layer["gate"].values()], linears["down"], [config.intermediate_size] * 2)]
+    widths = [buffer_width([], linears["out"], q),
+              *result_widths([*by_layer["in"].values()], [], [q, kv, kv])]
+    if linears["gate"]:
+        widths += result_widths([*by_layer["gate"].values()], linears["down"], [config.intermediate_size] * 2)
+    pairs = 0
+    if experts is not None:
+        sample = packed_sample(None, None, config.hidden_size, "", weights.dtype)
+        assert sample is not None
+        router = Linear("router", dataclasses.replace(sample, shape=(experts.count, config.hidden_size)))
+        hidden.append(router)
+        widths.append(buffer_width([router], []))
+        sizes = [buffer_width(side, downs) for side in (gates, ups)] + [buffer_width(downs, [])]
+        pairs = experts.chosen * (FLOAT * sum(sizes) + PAIR_BYTES + _prepared([("pairs", [*gates, *ups]),
+                                                                               ("opened", downs)]))
+    widths.append(buffer_width(results, hidden))
     if config.sandwich_norms:
         widths.append(buffer_width(results, []))
-    inputs: dict[object, CpuWeight] = {}
-    for role, readers in (("hidden", hidden), ("mixed", linears["out"]), ("gate", linears["down"])):
-        for weight in map(packed_of, readers):
-            inputs[role, weight.kernel.decoder.family, weight.columns, weight.rotated] = weight
-    return CPU_ROWS * (FLOAT * sum(widths)
-                       + sum(Activations(weight, CPU_ROWS).stride for weight in inputs.values()))
+    by_row = [("hidden", [linear for linear in hidden if ".experts." not in linear.name]),
+              ("mixed", linears["out"]), ("gate", linears["down"])]
+    return CPU_ROWS * (FLOAT * sum(widths) + _prepared(by_row) + pairs)
+
+
+def _prepared(readers: Sequence[tuple[str, Sequence[Linear]]]) -> int:
+    """Bytes of a row as the Linears of each role read it."""
+    inputs = {(role, weight.input_key): weight for role, linears in readers
+              for weight in map(packed_of, linears)}
+    return sum(Activations(weight, CPU_ROWS).stride for weight in inputs.values())
 
 
 def _operations(weights: ModelWeights, footprint: Footprint) -> int:

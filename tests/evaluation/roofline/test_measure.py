@@ -18,6 +18,7 @@ from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantization.run import quantize
 from quantkit.runtime.loader import load
 from quantkit.support.errors import UsageError
+from quantkit.testing import tiny_model
 
 LINEARS = ["q+k+v", "o", "gate+up", "down"]
 RECIPE = """\
@@ -176,3 +177,10 @@ def test_it_is_bound_by_compute_from_there_on_and_by_memory_before(fixed, row, o
     ("fp8 a8", "float32"), ("int4 g32", "int8"), ("nf4 b64", "int16")])
 def test_what_a_format_is_multiplied_in(label, arithmetic):
     assert arithmetic_of(packed_weight((64, 128), SPECS[label])) == arithmetic
+
+
+def test_a_model_with_experts_is_refused(tmp_path):
+    model = load(str(tiny_model(tmp_path / "experts", "mixtral")))
+    with pytest.raises(UsageError, match="can't be measured one by one") as caught:
+        measure_roofline(model)
+    assert "depends on the tokens" in caught.value.why

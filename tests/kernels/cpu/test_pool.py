@@ -84,6 +84,19 @@ def test_each_thread_for_itself():
     pool.close()
 
 
+def test_an_operation_may_say_how_many_units_a_later_one_has():
+    pool, made, times = Pool(2), torch.zeros(12, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    source, program = torch.zeros(12, dtype=torch.int64), Program(PLAIN)
+    program.add(Count(), 1, to=times, source=source)
+    program.add(Count(), 3, to=made, source=source, times=times)
+    program.finish()
+    for turn in range(1, 5):
+        pool.run(program.records)
+        assert made.count_nonzero() == 3 * turn
+    assert made.tolist() == [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
+    pool.close()
+
+
 def test_threads_that_slept_come_back(count):
     pool = Pool(2)
     for _ in range(3):

@@ -190,7 +190,6 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
 
 
 @pytest.mark.parametrize(("family", "keys", "reason"), [
-    ("mixtral", {}, "mixtures of experts"), ("qwen3_moe", {}, "mixtures of experts"),
     ("gemma2", {}, "capped scores"), ("gemma3_text", {"query_pre_attn_scalar": 20}, "scaled scores"),
     ("phi3", {"partial_rotary_factor": 0.5}, "a rotation of parts of a head"),
     ("phi3", {"intermediate_size": 96}, "fused MLPs whose size 64 divides, not 96"),

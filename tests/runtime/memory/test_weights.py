@@ -98,17 +98,22 @@ def test_a_token_reads_the_experts_that_it_is_sent_to():
     assert counted.multiplications() < sum(math.prod(one.shape) for one in counted.multiplied)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
-def test_activations_are_those_of_the_program(tmp_path, family):
-    source = tiny_model(tmp_path / family, family, intermediate_size=192)
+@pytest.mark.parametrize(("family", "keys"), [
+    ("llama", {}), ("phi3", {}), ("gemma3_text", {}), ("mixtral", {}), ("gpt_oss", {"head_dim": 32}),
+    ("qwen3_moe", {"moe_intermediate_size": 96, "mlp_only_layers": [0]})])
+def test_activations_are_those_of_the_program(tmp_path, family, keys):
+    source = tiny_model(tmp_path / family, family, intermediate_size=192, **keys)
     loaded = load(str(source))
     assert loaded.fallback_reason is None
     program = loaded.model.program(None)
     rows = [program._hidden, program._mixed, *program._qkv, program._gate, program._up]
+    rows += program._experts.tensors if program._experts else ()
     if loaded.config.sandwich_norms:
         rows.append(program._before_norm)
     made = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in rows}
-    rooms = sum(CPU_ROWS * one.stride for one in program._activations.values())
+    pairs = loaded.config.experts.chosen if loaded.config.experts else 1
+    rooms = sum(CPU_ROWS * one.stride * (pairs if role in ("pairs", "opened") else 1)
+                for (role, _), one in program._activations.items())
     counted = unquantized(open_source(str(source)), reason_against)
     found = footprint(loaded.config, KVSpec(), loaded.dtype, 300, 150, 512)
     scratch = scratch_bytes(counted, found, 300, 40)
