@@ -25,6 +25,7 @@ _TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
 """What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.")
+_SHARED = re.compile(r"(.+\.shared_expert)\.[^.]+")
 _FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 """What engines make one weight of, and their name for it."""
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -84,8 +85,10 @@ def quantization_config(rows: Sequence[LayerScheme], version: str = __version__,
     if layer_prefix is not None and not formats <= COMPRESSED:
         return dict(OWN)
     kept = [row.name for row in rows if row.spec is None]
-    # the router beside experts is never quantized; other engines have a Linear there too
+    # the routers of experts are never quantized; other engines have Linears there too
     kept += dict.fromkeys(f"{match[1]}.gate" for row in rows if (match := _EXPERT.match(row.name)))
+    gates = dict.fromkeys(f"{match[1]}_gate" for row in rows if (match := _SHARED.match(row.name)))
+    kept += [name for name in gates if name not in kept]
     tied = all(row.name != HEAD for row in rows)
     if tied:
         kept.append(HEAD)  # with tied embeddings other engines still have a Linear of that name

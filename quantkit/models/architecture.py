@@ -144,9 +144,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for slot in (*_attention_slots(config, i), *_mlp_slots(config, i)):
             shapes |= _slot_shapes(slot, _has_bias(config, slot))
         if experts is not None and experts.layers[i]:
-            shapes[f"{prefix}.{experts.module}.{experts.router}.weight"] = (experts.count, hidden)
+            for name, rows in zip(experts.routers(i), (experts.count, 1)):
+                shapes[f"{name}.weight"] = (rows, hidden)
             if experts.router_bias:
-                shapes[f"{prefix}.{experts.module}.{experts.router}.bias"] = (experts.count,)
+                shapes[f"{experts.routers(i)[0]}.bias"] = (experts.count,)
         if config.attention_sinks:
             shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         if config.qk_norm:
@@ -175,8 +176,9 @@ def _mlp_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
     experts = config.experts
     if experts is not None and experts.layers[index]:
         gate, up, down = experts.projections
-        for number in range(experts.count):
-            name, size = f"{prefix}.{experts.module}.experts.{number}", experts.intermediate_size
+        for number in (*range(experts.count), *((None,) if experts.shared_size else ())):
+            name = experts.expert_name(index, number)
+            size = experts.shared_size if number is None else experts.intermediate_size
             for part in (gate, up):
                 yield LinearSlot(f"{name}.{part}", size, hidden, index, f"{name}.gate_up")
             yield LinearSlot(f"{name}.{down}", hidden, size, index, f"{name}.down")

@@ -34,6 +34,8 @@ class Experts:
         module: their name in the file, beside ``self_attn``.
         projections: gate, up and down of an expert, as they are called there.
         router, router_bias: what the router is called there, and whether it has a bias.
+        shared_size: the size of one more expert, which every token gets, times the sigmoid of a gate; 0:
+            there is none.
     """
 
     count: int
@@ -45,6 +47,18 @@ class Experts:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     router_bias: bool = False
+    shared_size: int = 0
+
+    def expert_name(self, layer: int, number: int | None) -> str:
+        """Full name of an expert; ``None``: of the shared one."""
+        name = f"model.layers.{layer}.{self.module}"
+        return f"{name}.shared_expert" if number is None else f"{name}.experts.{number}"
+
+    def routers(self, layer: int) -> tuple[str, ...]:
+        """Full names of what says how much of each expert a token gets; never quantized."""
+        name = f"model.layers.{layer}.{self.module}"
+        shared = (f"{name}.shared_expert_gate",) if self.shared_size else ()
+        return f"{name}.{self.router}", *shared
 
 
 @dataclass(frozen=True)

@@ -144,18 +144,34 @@ def _parse_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     reader.only("max_window_layers", (0,)) if enabled else reader.raw("max_window_layers")
     return parse_dense(reader, "qwen3_moe", windows=uniform_windows(reader, window if enabled else None),
                        qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4, max_positions=32768,
-                       ignored=ROUTER_TRAINING, experts=_qwen3_experts(reader))
+                       ignored=ROUTER_TRAINING, experts=_qwen_experts(reader, (128, 8, 768)))
 
 
-def _qwen3_experts(reader: ConfigReader) -> Experts | None:
-    count, chosen = expert_counts(reader, 128, 8)
+def _qwen_experts(reader: ConfigReader, defaults: tuple[int, int, int],
+                  shared: int = 0) -> Experts | None:
+    """``defaults``: the number of experts, of those that a token gets, and their size."""
+    count, chosen = expert_counts(reader, *defaults[:2])
     every, layers = reader.integer("decoder_sparse_step", 1), layer_count(reader)
-    dense = reader.raw("mlp_only_layers", [])
+    dense = reader.raw("mlp_only_layers", []) or []
     if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
         raise reader.wrong("mlp_only_layers", dense, f"it must list layers from 0 to {layers - 1}")
     routed = tuple((index + 1) % every == 0 and index not in dense for index in range(layers))
-    size, normalized = reader.integer("moe_intermediate_size", 768), reader.flag("norm_topk_prob")
-    return Experts(count, chosen, size, normalized, routed) if any(routed) else None
+    size, normalized = reader.integer("moe_intermediate_size", defaults[2]), reader.flag("norm_topk_prob")
+    experts = Experts(count, chosen, size, normalized, routed, shared_size=shared)
+    return experts if any(routed) else None
+
+
+def _parse_qwen2_moe(config: Mapping[str, Any]) -> ModelConfig:
+    """Qwen 1.5's and Qwen2's mixtures of experts, https://arxiv.org/abs/2407.10671: Qwen2's layers, with a
+    shared expert beside the chosen ones."""
+    reader = _reader(config, "qwen2_moe", ("mlp_bias", "use_sliding_window"))
+    reader.only("qkv_bias", (True,))
+    for key in ("sliding_window", "max_window_layers"):  # of windows that there aren't
+        reader.raw(key)
+    experts = _qwen_experts(reader, (60, 4, 1408), reader.integer("shared_expert_intermediate_size", 5632))
+    return parse_dense(reader, "qwen2_moe", windows=uniform_windows(reader, None), qkv_bias=True,
+                       o_bias=False, kv_heads=16, max_positions=32768, ignored=ROUTER_TRAINING,
+                       experts=experts)
 
 
 GPT_OSS_ROPE: Mapping[str, Any] = {
@@ -280,6 +296,7 @@ MIXTRAL = Architecture("mixtral", ("MixtralForCausalLM",), _parse_mixtral)
 PHI3 = Architecture("phi3", ("Phi3ForCausalLM",), _parse_phi3)
 QWEN2 = Architecture("qwen2", ("Qwen2ForCausalLM",), _parse_qwen2)
 MIMO = Architecture("mimo", ("MiMoForCausalLM",), _parse_qwen2)
+QWEN2_MOE = Architecture("qwen2_moe", ("Qwen2MoeForCausalLM",), _parse_qwen2_moe)
 QWEN3 = Architecture("qwen3", ("Qwen3ForCausalLM",), _parse_qwen3)
 QWEN3_MOE = Architecture("qwen3_moe", ("Qwen3MoeForCausalLM",), _parse_qwen3_moe)
 GPT_OSS = Architecture("gpt_oss", ("GptOssForCausalLM",), _parse_gpt_oss)

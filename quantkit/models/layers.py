@@ -222,20 +222,26 @@ class MixtureOfExperts:
     Attributes:
         router: ``[experts, hidden]``, perhaps with a bias, never quantized.
         experts: one by one.
+        shared, shared_gate: an expert that every token gets, and what says how much of it; or ``None``.
     """
 
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         experts = config.experts
         assert experts is not None and experts.layers[index]
-        name = f"model.layers.{index}.{experts.module}"
         self._chosen, self._normalized = experts.chosen, experts.normalized
-        self.router = linear(weights, f"{name}.{experts.router}", (experts.count, config.hidden_size),
-                             experts.router_bias)
-        self.experts = []
-        for number in range(experts.count):
-            gate, up, down = (f"{name}.experts.{number}.{part}" for part in experts.projections)
-            self.experts.append(MLP(config, weights, (gate, up), down, experts.intermediate_size,
-                                    config.mlp_bias))
+        router, *gates = experts.routers(index)
+        self.router = linear(weights, router, (experts.count, config.hidden_size), experts.router_bias)
+
+        def expert(number: int | None, size: int) -> MLP:
+            name = experts.expert_name(index, number)
+            gate, up, down = (f"{name}.{part}" for part in experts.projections)
+            return MLP(config, weights, (gate, up), down, size, config.mlp_bias)
+
+        self.experts = [expert(number, experts.intermediate_size) for number in range(experts.count)]
+        self.shared = self.shared_gate = None
+        if gates:
+            self.shared = expert(None, experts.shared_size)
+            self.shared_gate = linear(weights, gates[0], (1, config.hidden_size), False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, T, hidden]`` → ``[B, T, hidden]``."""
@@ -247,8 +253,12 @@ class MixtureOfExperts:
         for number, rows, places in by_expert(chosen):
             result = self.experts[number](tokens[rows], rows)
             out.index_add_(0, rows, result.float() * shares[rows, places, None])
+        if self.shared is not None and self.shared_gate is not None:
+            share = self.shared_gate(x).float().sigmoid()
+            out += (self.shared(x).float() * share).view_as(out)
         return out.to(x.dtype).view_as(x)
 
     def linears(self) -> list[Linear]:
         """The experts' Linears, in the order of the model's slots."""
-        return [linear for expert in self.experts for linear in expert.linears()]
+        every = self.experts if self.shared is None else [*self.experts, self.shared]
+        return [linear for expert in every for linear in expert.linears()]

@@ -220,7 +220,7 @@ def peak_bytes(rows: Sequence[PlanRow], needs: set[str], calibration: Calibratio
     between = min(states_bytes(config, tokens, changed or not inside, bool(drift)), STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
-        wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
+        wide = max(wide, config.experts.chosen * config.experts.intermediate_size, config.experts.shared_size)
     batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.window)) * (6 * config.hidden_size + 4 * wide)
     largest = max(largest, table + 4 * min(tokens, config.vocab_size) * config.hidden_size)
     for unit in units.values():

@@ -204,7 +204,7 @@ def reason_against_experts(config: ModelConfig, quantized: Mapping[str, Quantize
     gate, up, down = experts.projections
     for index, has_experts in enumerate(experts.layers):
         for parts in ((gate, up), (down,)) if has_experts else ():
-            names = [f"model.layers.{index}.{experts.module}.experts.{number}.{part}"
+            names = [f"{experts.expert_name(index, number)}.{part}"
                      for number in range(experts.count) for part in parts]
             if len({None if (weight := quantized.get(name)) is None else weight.spec for name in names}) > 1:
                 return f"multiplies experts that are quantized alike, unlike those of layer {index}"

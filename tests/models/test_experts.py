@@ -13,7 +13,7 @@ from quantkit.support.errors import SourceError
 from quantkit.testing import tiny_weights
 
 
-@pytest.fixture(params=["mixtral", "qwen3_moe"])
+@pytest.fixture(params=["mixtral", "qwen2_moe", "qwen3_moe"])
 def made(request, make_config):
     """A layer of experts and its tensors."""
     config = make_config(request.param)
@@ -61,7 +61,12 @@ def test_the_result_is_the_weighted_sum_in_float64(made):
         for number in best:
             gate, up, down = (weights[f"{name}.experts.{number}.{part}.weight"].double() for part in parts)
             inner = torch.nn.functional.silu(gate @ token) * (up @ token)
-            expected[row] += shares[number] / shares[best].sum() * (down @ inner)
+            expected[row] += shares[number] / (shares[best].sum() if layer.shared is None else 1) * (
+                down @ inner)
+        if layer.shared is not None:
+            gate, up, down = (weights[f"{name}.shared_expert.{part}.weight"].double() for part in parts)
+            share = (weights[f"{name}.shared_expert_gate.weight"].double() @ token).sigmoid()
+            expected[row] += share * (down @ (torch.nn.functional.silu(gate @ token) * (up @ token)))
     assert (layer(x).view(10, 64) - expected).abs().max() < 1e-5
 
 
@@ -84,9 +89,11 @@ def test_a_watcher_is_told_which_tokens_an_expert_got(made):
     layer, _ = made
     seen = {}
     for one in layer.linears():
-        one.observer = lambda x, rows, name=one.name: seen.setdefault(name, (x, rows))
+        one.observer = lambda x, rows=None, name=one.name: seen.setdefault(name, (x, rows))
     x = states(3, 4, 64)
     layer(x)
+    assert all((rows is None) == (".shared_expert." in name) for name, (_, rows) in seen.items())
+    seen = {name: given for name, given in seen.items() if given[1] is not None}
     counts = {name: len(rows) for name, (_, rows) in seen.items()}
     assert sum(counts.values()) == 3 * 2 * 12
     for name, (entered, rows) in seen.items():

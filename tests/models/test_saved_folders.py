@@ -16,7 +16,7 @@ from quantkit.testing import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
 
-FAMILIES = ["gemma2", "gemma3_text", "mixtral", "phi3", "qwen3_moe"]
+FAMILIES = ["gemma2", "gemma3_text", "mixtral", "phi3", "qwen2_moe", "qwen3_moe"]
 
 
 def randomize(model):

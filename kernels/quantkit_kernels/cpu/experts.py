@@ -38,6 +38,7 @@ PRODUCT_ARGUMENTS = (*product_spec.ARGUMENTS, "*tiles", "*table")
 """Those of a product, of which :data:`PARTS` come from the table; rows are pairs."""
 SUM_ARGUMENTS = ("*x", "*places", "*shares", "*residual", "*out", "x_stride", "out_stride", "chosen", "size")
 """``residual``: what the sum is added to, with the strides of out; null: nothing."""
+SHARED_ARGUMENTS = ("*x", "*scores", "*out", "x_stride", "scores_stride", "out_stride", "size")
 
 
 @dataclass(frozen=True)
@@ -165,4 +166,26 @@ class SumExperts:
             with e.when(e.present(a.residual)):
                 total.set(e.load(a.residual + shift, wide, i * 4) + total.get())
             e.store(a.out + shift, total.get(), i * 4)
+        e.ret()
+
+
+@dataclass(frozen=True)
+class AddShared:
+    """What the expert of every row gave, times the sigmoid of the row's score, added to out; a unit is a
+    row."""
+
+    name = "add_shared"
+    arguments: ClassVar[Sequence[str]] = SHARED_ARGUMENTS
+
+    def emit(self, module: ir.Module, isa: Isa) -> None:
+        e, a, unit, _ = begin(module, self.name, SHARED_ARGUMENTS)
+        x, out, wide = a.x + unit * a.x_stride, a.out + unit * a.out_stride, vec(F32, LANES)
+        score = e.load(a.scores + unit * a.scores_stride, F32)
+        size = e.max(score, e.const(F32, 0.0) - score)
+        small = exp(e, e.const(F32, 0.0) - size)  # of the larger side, so that nothing overflows
+        share = e.select(score < e.const(F32, 0.0), small, e.const(F32, 1.0)) / (small + 1.0)
+        share = share + score * 0.0  # NaN and infinity must show
+        with e.loop(0, a.size, LANES) as i:
+            value = e.fma(share.spread(LANES), e.load(x, wide, i * 4), e.load(out, wide, i * 4))
+            e.store(out, value, i * 4)
         e.ret()

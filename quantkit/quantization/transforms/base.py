@@ -93,8 +93,8 @@ class LayerTensors:
                 if id(stats) not in scaled:
                     scaled[id(stats)] = _scaled(stats, columns)
                 self.stats[reader] = scaled[id(stats)]
-        if seam.router is not None:
-            name = f"{seam.router}.weight"
+        for router in seam.routers:
+            name = f"{router}.weight"
             self.changed[name] = (self.tensor(name) * columns).to(self._read(name).dtype)
 
     def _scale_norm(self, name: str, by: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ class ScaleGroup:
         writer: full name, without ``.weight``, of a norm or a Linear.
         rows: first and end of the rows of the Linear that writes them; ``None``: the writer is a norm.
         readers: full names of Linears whose columns are these channels.
-        router: the experts' router, if it reads the channels too; it is never quantized.
+        routers: experts' routers, if they read the channels too; they are never quantized.
         heads: ``(key heads, query heads a key head, head_dim)`` where each channel is read by several
             columns.
     """
@@ -218,7 +218,7 @@ class ScaleGroup:
     writer: str
     rows: tuple[int, int] | None
     readers: tuple[str, ...]
-    router: str | None = None
+    routers: tuple[str, ...] = ()
     heads: tuple[int, int, int] | None = None
 
     def spread(self, channels: torch.Tensor) -> torch.Tensor:
@@ -254,14 +254,16 @@ def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
                      heads=(config.num_kv_heads, config.num_heads // config.num_kv_heads, dim))
     norm = f"{layer}.{'pre_feedforward' if config.sandwich_norms else 'post_attention'}_layernorm"
     if experts is not None and experts.layers[index]:
-        module = f"{layer}.{experts.module}"
         gate, up, down = experts.projections
-        names = [f"{module}.experts.{number}" for number in range(experts.count)]
-        yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
-                         router=f"{module}.{experts.router}")
+        sizes = {experts.expert_name(index, number): experts.intermediate_size
+                 for number in range(experts.count)}
+        if experts.shared_size:
+            sizes[experts.expert_name(index, None)] = experts.shared_size
+        yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in sizes for part in (gate, up)),
+                         routers=experts.routers(index))
         if config.activation != "clamped_silu":
-            yield from (ScaleGroup(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
-                        for name in names)
+            yield from (ScaleGroup(f"{name}.{up}", (0, size), (f"{name}.{down}",))
+                        for name, size in sizes.items())
         return
     size, mlp = config.intermediate_size, f"{layer}.mlp"
     inputs = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")

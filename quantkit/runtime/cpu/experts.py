@@ -27,6 +27,7 @@ class ExpertBuffers:
         chosen: experts of a row.
         gate, up: float32 ``[pairs, …]``, in the order of experts.
         result: what the experts gave, likewise.
+        shared_scores, shared_result: of the expert that every row gets, by rows.
         tensors: all of them.
     """
 
@@ -39,12 +40,17 @@ class ExpertBuffers:
         self.gate, self.up = (lazy_zeros(pairs, buffer_width([linears[side] for linears in inputs], downs))
                               for side in (0, 1))
         self.result = lazy_zeros(pairs, buffer_width(downs, []))
+        gates = [mixture.shared_gate for mixture in mixtures if mixture.shared_gate is not None]
+        shared = [mixture.shared.down_proj for mixture in mixtures if mixture.shared is not None]
+        self.shared_scores, self.shared_result = (
+            lazy_zeros(CPU_ROWS, buffer_width(writers, [])) if writers else torch.empty(0)
+            for writers in (gates, shared))
         self._shares = torch.zeros(pairs)
         self._numbers, self.rows, self._places, self._tiles, self._next, self._count = (
             torch.zeros(size, dtype=torch.int64)
             for size in (pairs, pairs, pairs, 3 * pairs, experts.count, 1))
-        self.tensors = (self.scores, self.gate, self.up, self.result, self._shares, self._numbers, self.rows,
-                        self._places, self._tiles)
+        self.tensors = (self.scores, self.shared_scores, self.shared_result, self.gate, self.up, self.result,
+                        self._shares, self._numbers, self.rows, self._places, self._tiles)
 
     @property
     def route(self) -> dict[str, Any]:
@@ -52,6 +58,12 @@ class ExpertBuffers:
         return {"scores": self.scores, "scores_stride": 4 * self.scores.shape[1], "numbers": self._numbers,
                 "shares": self._shares, "experts": self._experts.count, "chosen": self._experts.chosen,
                 "normalized": int(self._experts.normalized)}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Arguments of the operation that adds the expert of every row."""
+        return {"x": self.shared_result, "x_stride": 4 * self.shared_result.shape[1],
+                "scores": self.shared_scores, "scores_stride": 4 * self.shared_scores.shape[1]}
 
     @property
     def order(self) -> dict[str, Any]:

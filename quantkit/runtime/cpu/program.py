@@ -81,7 +81,7 @@ class CpuProgram:
             config.rms_norm_eps, config.activation_limit))
         self._tile = max(1, QUERIES // self._group)
         self._mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
-        routers = [mixture.router for mixture in self._mixtures]
+        routers = [router for mixture in self._mixtures for router in _routers(mixture)]
         packed = [packed_of(linear, high) for linear in (*model.linears().values(), *routers, model.head)]
         scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), encode_bytes(config.head_dim),
                       *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
@@ -123,10 +123,11 @@ class CpuProgram:
 
         config, layers = self._config, model.layers
         attentions = [layer.self_attn for layer in layers]
-        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
         mixtures = self._mixtures
+        mlps = [*(layer.mlp for layer in layers if isinstance(layer.mlp, MLP)),
+                *(mixture.shared for mixture in mixtures if mixture.shared is not None)]
         routed = [linear for mixture in mixtures for linear in (
-            mixture.router, *(linear for expert in mixture.experts for linear in expert.inputs))]
+            *_routers(mixture), *(linear for expert in mixture.experts for linear in expert.inputs))]
         gates = [linear for mlp in mlps for linear in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
         outs = [attention.o_proj for attention in attentions]
@@ -199,13 +200,20 @@ class CpuProgram:
 
     def _mixture(self, layer: DecoderLayer, mixture: MixtureOfExperts) -> None:
         """A layer's experts: a router's scores choose some for each row, and each multiplies its rows."""
-        from quantkit_kernels.cpu.experts import OrderPairs, Route, SumExperts
+        from quantkit_kernels.cpu.experts import AddShared, OrderPairs, Route, SumExperts
 
         program, buffers, weight = self._program, self._experts, layer.before_mlp.weight
         assert buffers is not None
         gates, ups, downs = ([expert.linears()[part] for expert in mixture.experts] for part in range(3))
-        self._norm(weight, [mixture.router])
+        shared, gates_of_shared = mixture.shared, _routers(mixture)[1:]
+        self._norm(weight, [*_routers(mixture), *([] if shared is None else shared.inputs)])
         self._multiply(mixture.router, "hidden", buffers.scores)
+        if shared is not None:
+            self._multiply(gates_of_shared[0], "hidden", buffers.shared_scores)
+            self._project(shared.inputs, (self._gate, self._up))
+            self._prepare(GATES[self._config.activation], "gate", self._gate, [shared.down_proj],
+                          second=self._up, limit=self._limit)
+            self._multiply(shared.down_proj, "gate", buffers.shared_result)
         program.add(Route(), units_per_row=1, **buffers.route)
         self._ordered.append(program.add(OrderPairs(), **buffers.order))
         self._norm(weight, [gates[0], ups[0]], buffers.rows, "pairs", buffers.chosen)
@@ -217,6 +225,9 @@ class CpuProgram:
         out = self._before_norm if isinstance(layer.after_mlp, RMSNorm) else self._hidden
         program.add(SumExperts(), units_per_row=1, **buffers.sum, out=out, out_stride=stride_of(out),
                     size=self._config.hidden_size, residual=None if out is self._before_norm else out)
+        if shared is not None:
+            program.add(AddShared(), units_per_row=1, **buffers.shared, out=out, out_stride=stride_of(out),
+                        size=self._config.hidden_size)
         self._add_normed(layer.after_mlp)
 
     def _norm(self, weight: torch.Tensor, linears: Sequence[Linear], selected: torch.Tensor | None = None,
@@ -542,3 +553,8 @@ def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
 def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
     """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
     return lazy_zeros(MAX_ROWS, buffer_width(writers, readers, size))
+
+
+def _routers(mixture: MixtureOfExperts) -> list[Linear]:
+    """What says how much of each expert a row gets."""
+    return [mixture.router, *([] if mixture.shared_gate is None else [mixture.shared_gate])]

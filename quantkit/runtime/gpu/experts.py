@@ -15,6 +15,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.layers import MixtureOfExperts
 from quantkit.models.linear import Linear
 from quantkit.runtime.gpu.linears import DeviceLinear, FusedLinear, gate_of, packed_product
+from quantkit.runtime.gpu.prompts import PromptProducts
 from quantkit.runtime.program_model import reason_against_experts
 
 if TYPE_CHECKING:
@@ -53,16 +54,28 @@ class ExpertLayer:
         self._gate_up = _side_by_side([[linears[side] for linears in inputs] for side in (0, 1)], dtype,
                                       device)
         self._down = _side_by_side([[expert.down_proj for expert in mixture.experts]], dtype, device)
-        self.nbytes = self._router.nbytes + self._gate_up.weight.nbytes + self._down.weight.nbytes
-        self.step_bytes = self._router.nbytes + (self._gate_up.weight.nbytes + self._down.weight.nbytes
-                                                 ) * experts.chosen // experts.count
+        self.shared: list[FusedLinear] = []
+        if mixture.shared is not None and mixture.shared_gate is not None:
+            self.shared = [FusedLinear([mixture.shared_gate], dtype, device),
+                           FusedLinear(mixture.shared.inputs, dtype, device, self._gate),
+                           FusedLinear([mixture.shared.down_proj], dtype, device)]
+        always = self._router.nbytes + sum(product.nbytes for product in self.shared)
+        routed = self._gate_up.weight.nbytes + self._down.weight.nbytes
+        self.nbytes = always + routed
+        self.step_bytes = always + routed * experts.chosen // experts.count
 
-    def __call__(self, x: torch.Tensor, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor, residual: torch.Tensor | None,
+                 prompts: PromptProducts | None = None) -> torch.Tensor:
         """Normed ``x [N, hidden]`` of tokens → ``[N, hidden]``, plus ``residual``; ``rows`` say whose they
-        are, see :class:`~quantkit_kernels.triton.cache.StepTokens`."""
+        are, see :class:`~quantkit_kernels.triton.cache.StepTokens`; ``prompts``: see
+        :class:`~quantkit.runtime.gpu.linears.DeviceLinear`."""
         from quantkit_kernels.triton.experts import combine, route
 
         experts = self._experts
+        if self.shared:
+            gate, gate_up, down = self.shared
+            result = down(gate_up(x, prompts=prompts), prompts=prompts) * torch.sigmoid(gate(x).float())
+            residual = (result if residual is None else result + residual.float()).to(x.dtype)
         pairs = route(self._router(x), rows, experts.chosen, experts.normalized)
         opened = self._multiply(self._gate_up, x, pairs, experts.intermediate_size, experts.chosen,
                                 self._gate)

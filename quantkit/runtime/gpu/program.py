@@ -102,7 +102,8 @@ class GpuProgram:
         done()
         self.step_bytes = self._head.nbytes + sum(block.step_bytes for block in self._layers)
         self.weight_bytes = self._head.nbytes + sum(block.nbytes for block in self._layers)
-        largest = max(product.numbers for block in self._layers for product in block.products)
+        largest = max(product.numbers for block in self._layers for product in (
+            *block.products, *([] if block.experts is None else block.experts.shared)))
         self.prompts = PromptProducts(largest, model.dtype, device)
         signs, mix = hadamard_factors(config.head_dim)
         self._hadamard = signs.to(device), mix.to(device)
@@ -235,8 +236,8 @@ class GpuProgram:
         if layer.experts is not None:
             tokens = self._normed(x, layer.norms["before_mlp"])
             if (weight := layer.norms.get("after_mlp")) is not None:
-                return x + self._normed(layer.experts(tokens, step.rows, None), weight)
-            return layer.experts(tokens, step.rows, x)
+                return x + self._normed(layer.experts(tokens, step.rows, None, prompts), weight)
+            return layer.experts(tokens, step.rows, x, prompts)
         normed = self._normed_for(layer.gate_up, x, layer.norms["before_mlp"])
         gated = layer.gate_up(normed, prompts=prompts)
         if (weight := layer.norms.get("after_mlp")) is not None:

@@ -133,9 +133,12 @@ def _program(weights: ModelWeights) -> int:
     if experts is not None:
         sample = packed_sample(None, None, config.hidden_size, "", weights.dtype)
         assert sample is not None
-        router = Linear("router", dataclasses.replace(sample, shape=(experts.count, config.hidden_size)))
-        hidden.append(router)
-        widths.append(buffer_width([router], []))
+        for rows in (experts.count, 1)[:2 if experts.shared_size else 1]:
+            router = Linear("router", dataclasses.replace(sample, shape=(rows, config.hidden_size)))
+            hidden.append(router)
+            widths.append(buffer_width([router], []))
+        if experts.shared_size:
+            widths.append(buffer_width(linears["down"], []))
         sizes = [buffer_width(side, downs) for side in (gates, ups)] + [buffer_width(downs, [])]
         pairs = experts.chosen * (FLOAT * sum(sizes) + PAIR_BYTES + _prepared([("pairs", [*gates, *ups]),
                                                                                ("opened", downs)]))
@@ -159,7 +162,7 @@ def _operations(weights: ModelWeights, footprint: Footprint) -> int:
     decoded and once more as attention wants them; the largest layer that is dequantized, and packed then."""
     config = weights.config
     wide = config.intermediate_size if config.experts is None else (
-        config.experts.chosen * config.experts.intermediate_size)
+        config.experts.chosen * config.experts.intermediate_size + config.experts.shared_size)
     row = 4 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim + 3 * wide
     slots = max(group.peak.slots for group in footprint.groups)
     attended = 4 * config.num_kv_heads * config.head_dim * slots

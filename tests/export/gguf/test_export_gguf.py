@@ -43,7 +43,7 @@ rules:
   - {{match: 'model.embed_tokens', method: rtn, spec: {int8}}}
   - {{match: '*', method: rtn, spec: {int8}}}
 """
-GGUF_FAMILIES = sorted(set(FAMILIES) - {"mimo", "internlm3", "iquestcoder", "ministral"})
+GGUF_FAMILIES = sorted(set(FAMILIES) - {"mimo", "internlm3", "iquestcoder", "ministral", "qwen2_moe"})
 UNTIED = {"tie_word_embeddings": False}
 ALL_INT8 = f"rules:\n  - {{match: '*', method: rtn, spec: {INT8}}}\n"
 

@@ -19,9 +19,10 @@ from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
 FAMILIES = {"mixtral": {"intermediate_size": 51, "head_dim": 32},
+            "qwen2_moe": {"moe_intermediate_size": 51, "shared_expert_intermediate_size": 70},
             "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": [0], "norm_topk_prob": False},
             "gpt_oss": {"intermediate_size": 192, "head_dim": 32, "hidden_size": 36}}
-"""Sizes that fill no vector, a layer without experts, shares of all experts' softmax."""
+"""Sizes that fill no vector, a layer without experts, shares of all experts' softmax, an expert of all."""
 MIXED = """
 name: mixed
 rules:
@@ -78,9 +79,9 @@ def test_they_compute_what_torch_does(made, family, kv):
                                     "nvfp4-datafree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_weight(made, family, recipe):
-    keys = {"intermediate_size": 192, "moe_intermediate_size": 192, "hidden_size": 64}
-    if family != "qwen3_moe":
-        del keys["moe_intermediate_size"]
+    sizes = {"qwen2_moe": ["moe_intermediate_size", "shared_expert_intermediate_size"],
+             "qwen3_moe": ["moe_intermediate_size"]}.get(family, [])
+    keys = {"hidden_size": 64, **dict.fromkeys(["intermediate_size", *sizes], 192)}
     loaded, tokens = made(family, recipe, "bfloat16", **keys), ids(3, 70)
     expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
     # where two experts are nearly as likely, a token may get the other one

@@ -53,12 +53,12 @@ def logits(folder, kv="none"):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["none", "int4-rtn", "int8", "nf4", "nvfp4-datafree",
                                     "mxfp4-datafree", "w8a8", "fp8", "fp8-block"])
 def test_every_kind_of_weight(tmp_path, simulated, family, recipe):
     """Of sizes that fill no tile."""
-    size = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    size = "moe_intermediate_size" if family.startswith("qwen") else "intermediate_size"
     folder = tiny_model(tmp_path / "m", family, **SMALL, **{size: 192})
     if recipe != "none":
         quantize(str(folder), recipe, tmp_path / "out")
