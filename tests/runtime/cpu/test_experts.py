@@ -68,10 +68,10 @@ def logits(loaded, tokens, cuts, kv="none", model=None):
 def test_they_compute_what_torch_does(made, family, kv):
     loaded, tokens = made(family), ids(2, 90)
     expected = logits(loaded, tokens, [60, 1, 29], kv, loaded.model._model)
-    found = logits(loaded, tokens, [60, 1, 29], kv)
+    ours = logits(loaded, tokens, [60, 1, 29], kv)
     assert isinstance(loaded.model._model, CausalLM) and expected.std() > 0.1
     # a key may round to the other of two neighboring codes
-    assert (found - expected).abs().max() <= (1e-4 if kv == "none" else 5e-3) * expected.abs().max()
+    assert (ours - expected).abs().max() <= (1e-4 if kv == "none" else 5e-3) * expected.abs().max()
 
 
 @pytest.mark.sampled(6)
@@ -83,14 +83,14 @@ def test_every_kind_of_weight(made, family, recipe):
              "qwen3_moe": ["moe_intermediate_size"]}.get(family, [])
     keys = {"hidden_size": 64, **dict.fromkeys(["intermediate_size", *sizes], 192)}
     loaded, tokens = made(family, recipe, "bfloat16", **keys), ids(3, 70)
-    expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
+    expected, ours = loaded.model._model(tokens).float(), loaded.model(tokens)
     # where two experts are nearly as likely, a token may get the other one
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < (0.12 if recipe in ("w8a8", "fp8") else 0.03)
     for kv in ("none", "int8"):
         pieces = logits(loaded, tokens, [33, 1, 1, 35], kv)
         assert torch.equal(pieces[1], logits(loaded, tokens[1:2], [70], kv)[0])
-        assert kv != "none" or torch.equal(pieces, found)
+        assert kv != "none" or torch.equal(pieces, ours)
 
 
 @pytest.mark.parametrize("keys", [{"num_experts": 2, "num_experts_per_tok": 1},
@@ -108,8 +108,8 @@ def test_of_equals_the_first_are_chosen(made):
     for layer in loaded.model._model.layers:
         layer.mlp.router.weight = PlainWeight(torch.zeros(6, 64)).packed(torch.float32)
     tokens = ids(1, 20)
-    expected, found = loaded.model._model(tokens), CpuModel(loaded.model._model)(tokens)
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    expected, ours = loaded.model._model(tokens), CpuModel(loaded.model._model)(tokens)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("part", ["router", "down"])
@@ -117,7 +117,7 @@ def test_a_broken_weight_shows(made, part):
     loaded = made("gpt_oss")
     assert torch.isfinite(loaded.model(ids(1, 4))).all()
     mixture = loaded.model._model.layers[0].mlp
-    for linear in [mixture.router] if part == "router" else [one.down_proj for one in mixture.experts]:
+    for linear in [mixture.router] if part == "router" else [expert.down_proj for expert in mixture.experts]:
         broken = torch.zeros(linear.shape)
         broken[1, 2] = float("nan")
         linear.weight = PlainWeight(broken).packed(torch.float32)
@@ -134,12 +134,12 @@ def test_scores_of_no_key_count_for_every_cache_and_length(made, kv):
     with torch.inference_mode():
         for model in (loaded.model, loaded.model._model):
             cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
-            row, found = cache.add(), []
+            row, ours = cache.add(), []
             for piece in tokens.split([790, *[1] * 10], 1):
-                batch = Batch(cache, [row], "decode" if found else "prefill_end")
-                found.append(model(piece, batch.next_positions(piece.shape[1]), batch).float())
+                batch = Batch(cache, [row], "decode" if ours else "prefill_end")
+                ours.append(model(piece, batch.next_positions(piece.shape[1]), batch).float())
             caches.append(cache.slots(row))
-            rows.append(torch.cat(found, 1))
+            rows.append(torch.cat(ours, 1))
     assert caches[0] == caches[1]
     assert (rows[0] - rows[1]).norm() <= 0.01 * rows[1].norm()
 
