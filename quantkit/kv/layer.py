@@ -12,7 +12,7 @@ from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, Phase, PolicyView
 from quantkit.kv.checked import checked_slots
 from quantkit.kv.sequence import LayerState
 from quantkit.kv.store import PageStore
-from quantkit.ops.attention import Visibility, attention
+from quantkit.ops.attention import Visibility, attention, block_ends
 
 
 class LayerCache:
@@ -129,6 +129,8 @@ class LayerCache:
 
     def _visibility(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> Visibility:
         limit, sinks = self.policy.visible or (None, 0)
+        diffusion = self.geometry.config.diffusion
+        queries = queries if diffusion is None else block_ends(queries, diffusion.block_size)
         return Visibility(queries, keys, window, limit, sinks)
 
     def end_step(self, state: LayerState, count: int, phase: Phase) -> bool:

@@ -62,6 +62,20 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class BlockDiffusion:
+    """A model that writes a block of tokens at once, https://arxiv.org/abs/2503.09573: a token sees all of
+    its own block, and those before.
+
+    Attributes:
+        block_size: tokens of a block; the first block begins with a text's first token.
+        mask_token: the id that stands for a token that isn't known yet.
+    """
+
+    block_size: int
+    mask_token: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP, or experts.
 
@@ -85,6 +99,7 @@ class ModelConfig:
         attention_scale: multiplies the scores, in place of ``head_dim ** -0.5``.
         attention_sinks: each query head has a learned number that joins its softmax as a score would, and
             weighs no value.
+        diffusion: that it writes blocks.
         attention_softcap, logit_softcap: ``c``, where scores or logits ``x`` become ``c · tanh(x / c)``.
     """
 
@@ -117,6 +132,7 @@ class ModelConfig:
     attention_sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    diffusion: BlockDiffusion | None = None
 
     def rope_of(self, window: int | None) -> RopeConfig:
         """The rope of layers with this window."""

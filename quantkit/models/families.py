@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.models.architecture import Architecture
 from quantkit.models.config import (
     ROUTER_TRAINING,
+    BlockDiffusion,
     Experts,
     ModelConfig,
     expert_counts,
@@ -127,11 +128,42 @@ def _parse_qwen2(config: Mapping[str, Any]) -> ModelConfig:
 def _parse_qwen3(config: Mapping[str, Any]) -> ModelConfig:
     """Qwen3, https://arxiv.org/abs/2505.09388: queries and keys are normalized a head, heads are wide.
     ``head_dim`` is 128 unless given: it is not ``hidden_size / num_attention_heads``."""
-    reader = _reader(config, "qwen3", ("mlp_bias",))
+    return _qwen3(_reader(config, "qwen3", ("mlp_bias",)), "qwen3")
+
+
+def _qwen3(reader: ConfigReader, family: str, **differences: Any) -> ModelConfig:
     bias = reader.flag("attention_bias")
     windows = mixed_windows(reader, default_window=4096, default_full_layers=28)
-    return parse_dense(reader, "qwen3", windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True,
-                       kv_heads=32, max_positions=32768, head_dim=128)
+    return parse_dense(reader, family, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True,
+                       kv_heads=32, max_positions=32768, head_dim=128, **differences)
+
+
+def _parse_sdar(config: Mapping[str, Any]) -> ModelConfig:
+    """SDAR, https://arxiv.org/abs/2510.06303: Qwen3's layers, trained to write blocks of 4 tokens, or of as
+    many as ``block_size`` says."""
+    reader = _reader(config, "sdar", ("mlp_bias", "use_sliding_window"))
+    diffusion = BlockDiffusion(reader.integer("block_size", 4), reader.integer("mask_token_id", 151_669))
+    return _qwen3(reader, "sdar", diffusion=diffusion, ignored=SDAR_TRAINING)
+
+
+def _parse_a2d(config: Mapping[str, Any]) -> ModelConfig:
+    """Qwen2 and Qwen3 as dLLM converts them, https://github.com/ZHZisZZ/dllm. Their configs say neither
+    whether they write blocks or whole answers, nor the mask, so that both must have been added."""
+    family = str(config["model_type"])
+    reader = _reader(config, family, ("mlp_bias", "use_sliding_window"))
+    for key in ("block_size", "mask_token_id"):
+        if reader.raw(key) is None:
+            raise reader.wrong(key, None, "the config must say it: the model's card tells whether it was "
+                                          "trained for blocks (bd3lm, of 32 tokens) or for whole answers "
+                                          "(mdlm), which isn't implemented, its tokenizer the mask")
+    diffusion = BlockDiffusion(reader.integer("block_size"), reader.integer("mask_token_id"))
+    if family == "a2d-qwen3":
+        return _qwen3(reader, family, diffusion=diffusion)
+    reader.only("attention_bias", (True,))
+    for key in ("sliding_window", "max_window_layers"):  # of windows that there aren't
+        reader.raw(key)
+    return parse_dense(reader, family, windows=uniform_windows(reader, None), qkv_bias=True, o_bias=False,
+                       kv_heads=32, max_positions=32768, diffusion=diffusion)
 
 
 def _parse_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
@@ -174,6 +206,9 @@ def _parse_qwen2_moe(config: Mapping[str, Any]) -> ModelConfig:
                        experts=experts)
 
 
+SDAR_TRAINING = ("attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
+                 "skip_checkpoint", "use_deepep")
+"""Keys of published configs that say how it was trained."""
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096}
@@ -298,6 +333,9 @@ QWEN2 = Architecture("qwen2", ("Qwen2ForCausalLM",), _parse_qwen2)
 MIMO = Architecture("mimo", ("MiMoForCausalLM",), _parse_qwen2)
 QWEN2_MOE = Architecture("qwen2_moe", ("Qwen2MoeForCausalLM",), _parse_qwen2_moe)
 QWEN3 = Architecture("qwen3", ("Qwen3ForCausalLM",), _parse_qwen3)
+SDAR = Architecture("sdar", ("SDARForCausalLM",), _parse_sdar)
+A2D_QWEN2 = Architecture("a2d-qwen2", ("A2DQwen2LMHeadModel",), _parse_a2d)
+A2D_QWEN3 = Architecture("a2d-qwen3", ("A2DQwen3LMHeadModel",), _parse_a2d)
 QWEN3_MOE = Architecture("qwen3_moe", ("Qwen3MoeForCausalLM",), _parse_qwen3_moe)
 GPT_OSS = Architecture("gpt_oss", ("GptOssForCausalLM",), _parse_gpt_oss)
 GEMMA2 = Architecture("gemma2", ("Gemma2ForCausalLM",), _parse_gemma2)

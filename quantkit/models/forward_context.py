@@ -10,7 +10,7 @@ import torch
 from quantkit.models.config import ModelConfig
 from quantkit.models.rope_config import RopeConfig
 from quantkit.ops import rope
-from quantkit.ops.attention import Visibility
+from quantkit.ops.attention import Visibility, block_ends
 from quantkit.ops.rope import tables
 
 
@@ -80,5 +80,8 @@ class ForwardContext:
     def seen(self, window: int | None) -> Visibility:
         """Who sees whom among this step's own positions."""
         if window not in self._seen:
-            self._seen[window] = Visibility(self.positions, self.positions, window)
+            queries, diffusion = self.positions, self._config.diffusion
+            if diffusion is not None:
+                queries = block_ends(queries, diffusion.block_size)
+            self._seen[window] = Visibility(queries, self.positions, window)
         return self._seen[window]

@@ -83,6 +83,11 @@ class Visibility:
         return VisibleKeys(low, high, bias.unsqueeze(1))
 
 
+def block_ends(positions: torch.Tensor, size: int) -> torch.Tensor:
+    """The last position of each position's block of ``size``, int64; that of padding (−1) is −1."""
+    return torch.where(positions < 0, positions, positions // size * size + size - 1)
+
+
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
               scale: float | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None) -> torch.Tensor:

@@ -34,10 +34,12 @@ NOTHING = -1e30
 UNBOUNDED = 2**31 - 1
 """A window or limit that there isn't."""
 ATTEND_ARGUMENTS = (*CACHE, "*q", "*out", "*tiles", "*scratch", "*partial", "q_stride", "out_stride", "group",
-                    "window", "limit", "sinks", "splits", "scratch_private", "*sink_scores")
+                    "window", "limit", "sinks", "splits", "scratch_private", "*sink_scores", "*sees")
 """``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of
 its splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more;
-``sink_scores``: float32 ``[query heads]``, scores of no key, https://arxiv.org/abs/2508.10925; null: none."""
+``sink_scores``: float32 ``[query heads]``, scores of no key, https://arxiv.org/abs/2508.10925; null: none;
+``sees``: int64 ``[rows]``, the place in the step of the last token that a row sees, the same in all of a
+tile; null: each sees as far as itself."""
 REDUCE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits", "*sink_scores")
 
 
@@ -85,7 +87,7 @@ class _Attend:
             leave(done.get() >= count)
             # queries that read the same slots as codes: those of one page
             begin = first + done.get()
-            sees = self.held.length + e.load(a.rows, I64, begin * 24 + 8) + 1
+            sees = self._last(begin) + 1
             self.border = self.held.border(sees)
             count_now = e.min(count - done.get(), e.const(I64,
                                                           PAGE) - ((sees - a.residual_length) & (PAGE - 1)))
@@ -102,7 +104,7 @@ class _Attend:
         self.sums = self.scores + self.queries * (SPLIT * 4)  # of a split, unscaled
         self.running = self.sums + self.queries * size  # over splits
         self.most = self.running + self.queries * size
-        self.limit = end = self.held.length + e.load(a.rows, I64, (self.first + count - 1) * 24 + 8) + 1
+        self.limit = end = self._last(self.first + count - 1) + 1
         with e.either(a.splits.equals(1)) as otherwise:
             with e.loop(0, self.queries) as q:
                 for at in range(0, self.dim, self.width):
@@ -129,6 +131,14 @@ class _Attend:
                 beyond()
                 with e.loop(0, self.queries) as q:
                     e.store(self._partial(q, split), e.const(F32, NOTHING))
+
+    def _last(self, row: Value) -> Value:
+        """The last slot that a row sees."""
+        e, a = self.e, self.a
+        place = e.var(e.load(a.rows, I64, row * 24 + 8))
+        with e.when(e.present(a.sees)):
+            place.set(e.load(a.sees, I64, row * 8))
+        return self.held.length + place.get()
 
     def _start(self) -> Value:
         """The first split that any of the tile's queries sees, where slots are positions."""
@@ -273,7 +283,7 @@ class _Attend:
         wide, integers = vec(F32, WIDE), vec(I32, WIDE)
         row = self.first + q // a.group
         position = e.load(a.rows, I64, row * 24 + 16)
-        last = self.held.length + e.load(a.rows, I64, row * 24 + 8)  # the query's own slot
+        last = self._last(row)
         query = position.trunc(I32).spread(WIDE)
         scores = self.scores + q * (SPLIT * 4)
         steps = e.const(integers, list(range(WIDE)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, MixtureOfExperts, RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
+from quantkit.ops.attention import block_ends
 from quantkit.ops.cpu_machine import lazy_zeros
 from quantkit.ops.cpu_weight import Activations, CpuWeight, InputKey, widened
 from quantkit.ops.hadamard import hadamard_factors
@@ -89,6 +90,8 @@ class CpuProgram:
         self._scratch = torch.empty(threads, -(-scratch // 64) * 64, dtype=torch.uint8)
         self._ids, self._selected = (torch.zeros(MAX_ROWS, dtype=torch.int64) for _ in range(2))
         self._rows, self._tiles = (torch.zeros(MAX_ROWS, 3, dtype=torch.int64) for _ in range(2))
+        self._diffusion = config.diffusion
+        self._sees = None if config.diffusion is None else torch.zeros(MAX_ROWS, dtype=torch.int64)
         records = np.zeros(MAX_ROWS, SEQUENCE)
         self._sequences = torch.from_numpy(records.view(np.int64))
         self._views = (self._ids.numpy(), self._rows.numpy(), self._tiles.numpy(), records)
@@ -180,7 +183,8 @@ class CpuProgram:
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
-                        window=UNBOUNDED if window is None else window, sink_scores=attention.sinks),
+                        window=UNBOUNDED if window is None else window, sink_scores=attention.sinks,
+                        sees=self._sees),
             program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed),
                         query_heads=config.num_heads, sink_scores=attention.sinks)))
         if self._codecs.side("v").hadamard:
@@ -374,9 +378,12 @@ class CpuProgram:
                 rows[row:row + count, 0] = number
                 rows[row:row + count, 1] = np.arange(count)
                 rows[row:row + count, 2] = np.arange(seen, seen + count)
-            for begin in range(0, count, self._tile):
-                tiles[tile] = row + begin, min(self._tile, count - begin), number
+            for begin, end in self._spans(seen, count):
+                tiles[tile] = row + begin, end - begin, number
                 tile += 1
+            if self._sees is not None and self._diffusion is not None:
+                ends = block_ends(torch.arange(seen, seen + count), self._diffusion.block_size) - seen
+                self._sees[row:row + count] = ends.clamp(max=count - 1)
             longest, row = max(longest, seen + count), row + count
         if row and tokens[:row].view(np.uint64).max() >= self._config.vocab_size:  # or negative
             raise IndexError(f"a token id isn't in 0 … {self._config.vocab_size - 1}")
@@ -389,6 +396,16 @@ class CpuProgram:
             self._recorded_rows = queries
             for index in self._record_queries:
                 self._program.set(index, units=queries)
+
+    def _spans(self, seen: int, count: int) -> Iterator[tuple[int, int]]:
+        """Tiles of a sequence's next tokens; where tokens see all of their block, a tile is of one block."""
+        cuts = [0, count]
+        if self._diffusion is not None:
+            size = self._diffusion.block_size
+            cuts[1:1] = range(size - seen % size, count, size)
+        for start, stop in itertools.pairwise(cuts):
+            for begin in range(start, stop, self._tile):
+                yield begin, min(begin + self._tile, stop)
 
     def _set_encoded(self, batch: Batch, slices: Sequence[RowSlice]) -> None:
         """Write how many pages of the residual are encoded at this step's end."""
