@@ -102,7 +102,7 @@ class CausalLM:
     def check_cache(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
 
-    def warm_up(self, cache: KVCacheProtocol, sequences: int, tokens: int,
+    def warm_up(self, cache: KVCacheProtocol, sequences: int, tokens: int, rows: int = 1,
                 taps: tuple[int, ...] = ()) -> Iterable[None]:
         """Nothing takes longer the first time."""
         return ()

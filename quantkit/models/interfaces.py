@@ -46,10 +46,12 @@ class LanguageModel(Protocol):
         """Make ready what steps over such a KVCache need, if anything takes time. May be called while another
         thread runs the model."""
 
-    def warm_up(self, cache: Any, sequences: int, tokens: int, taps: tuple[int, ...] = ()) -> Iterable[None]:
+    def warm_up(self, cache: Any, sequences: int, tokens: int, rows: int = 1,
+                taps: tuple[int, ...] = ()) -> Iterable[None]:
         """Do what the first steps of up to ``sequences`` sequences of this KVCache, of up to ``tokens``,
         would otherwise do: on the thread that runs the model, before anything is in the cache, a part for
-        each item that is taken. ``taps``: those of the steps' batches."""
+        each item that is taken. ``rows``: tokens of a sequence in a decoding step, at most; ``taps``: those
+        of the steps' batches."""
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:

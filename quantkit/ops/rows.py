@@ -190,7 +190,9 @@ def greedy(logits: torch.Tensor) -> int | None:
 
 
 def largest_chance(logits: torch.Tensor) -> float:
-    """The probability of the most likely of ``logits [vocab]``, float32 on a CPU."""
+    """The probability of the most likely of ``logits [vocab]``, float32; NaN if one of them is."""
+    if logits.device.type != "cpu":
+        return float(logits.softmax(-1).max())
     values = logits.numpy()  # numpy wakes no threads
     return 1.0 / float(np.exp(values - values.max()).sum())
 

@@ -503,7 +503,6 @@ class NextLogits:
                 for place, (token, row) in enumerate(zip(tokens, self.logits, strict=True))
                 if not self.requests[place].done]
 
-
     def draw_ahead(self) -> list[list[int | QuantkitError] | None]:
         """For each request the tokens of all its rows, as if its drafts were right, where a GPU chooses them
         at once; ``None`` where each depends on those before it."""

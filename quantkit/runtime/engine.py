@@ -132,9 +132,10 @@ class Engine:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._context = context or loaded.config.max_position_embeddings
-        # before the KV cache, which takes what memory is left on a GPU
-        self.speculator = None if drafter is None or not loaded.model.supports_drafts else Speculator(
-            drafter, loaded, clock)
+        self.speculator = None
+        if drafter is not None and loaded.model.runs_ahead:
+            # before the KV cache, which takes what memory is left on a GPU
+            self.speculator = Speculator(drafter, loaded, clock)
         self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
                                     context=self._context,
                                     chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache,
@@ -149,8 +150,12 @@ class Engine:
         least = GPU_LEAST if loaded.model.device.type == "cuda" else LEAST
         self._sizer = ChunkSizer(self._portion, self.max_itl, least)
         self._scheduler = Scheduler(max_batch, max_queue, self._portion, self.trace)
-        if not default.drafts:
+        if drafter is None or not default.drafts:
             self.speculator = None
+        elif self.speculator is None:
+            self.speculator = Speculator(drafter, loaded, clock)
+        elif self.reservation is not None:
+            self.speculator.preallocate(self.cache.allocated_bytes // self.cache.bytes_per_token)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
         self._decoder = PipelinedDecoder(loaded.model, self._runner, self.timing)
         self._lock = lock or FairLock()
@@ -316,8 +321,9 @@ class Engine:
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
         tokens = self._context if self.reservation is None else self.reservation.tokens
         with self._lock, torch.inference_mode():
-            layers = () if self.speculator is None else self.speculator.layers
-            for _ in self.loaded.model.warm_up(self.cache, self._max_batch, tokens, layers):
+            rows, layers = (1, ()) if self.speculator is None else (self.speculator.rows,
+                                                                    self.speculator.layers)
+            for _ in self.loaded.model.warm_up(self.cache, self._max_batch, tokens, rows, layers):
                 if scheduler.closed:
                     break
         while not scheduler.closed:

@@ -212,9 +212,9 @@ class KVCacheManager:
         if (block := block_of(cache, ["decode"])) is not None:
             count = min(count, block - cache.seen(number) % block - 1)
         if count > 0 and (reservation := self.reservation) is not None:
-            room = reservation.reserved(number) - cache.seen(number) - 1
+            room = reservation.reserved(number) - cache.seen(number) - 1 - self._ahead
             if count > room and not reservation.extend(
-                    number, min(text.max_length, cache.seen(number) + 1 + count)):
+                    number, min(text.max_length, cache.seen(number) + 1 + count + self._ahead)):
                 count = room
         return max(count, 0)
 
@@ -243,7 +243,7 @@ class KVCacheManager:
             return
         cache, number = self.cache, text.sequence
         seen = min(cache.seen(number), len(text.history))
-        if not (self._one_text or (resumes and self.drafts)):
+        if not (self._one_text or (resumes and self.drafts and cache.divisible)):
             seen = min(seen, len(text.prompt))
         if not self.invariant:  # a chunk that wasn't whole would have had other bits in a longer text
             seen = seen // self._chunk * self._chunk
@@ -366,7 +366,7 @@ class KVCacheManager:
 
     def _marked(self, text: CachedText) -> list[int]:
         """The ids that its blocks are named by. Where a token has other bits decoded than read, its answer's
-        are marked: only this text, when it resumes, begins with them."""
+        are marked: nobody begins with them but this text, when it resumes, or one with the same answer."""
         return text.history if self._one_text else [*text.prompt, *(~token for token in text.answer)]
 
     def _salt(self, text: CachedText) -> bytes:

@@ -60,7 +60,8 @@ class ModulesModel:
     def prepare(self, cache: Any) -> None:
         self.check_cache(cache)
 
-    def warm_up(self, cache: Any, sequences: int, tokens: int, taps: tuple[int, ...] = ()) -> NoReturn:
+    def warm_up(self, cache: Any, sequences: int, tokens: int, rows: int = 1,
+                taps: tuple[int, ...] = ()) -> NoReturn:
         self.check_cache(cache)
 
     def chunk_invariant(self, cache: Any) -> bool:

@@ -99,7 +99,7 @@ class ProgramModel(LanguageModel):
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """What is behind the final norm, ``[n, hidden]`` → ``[n, vocab]``."""
 
-    def warm_up(self, cache: KVCache, sequences: int, tokens: int,
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int, rows: int = 1,
                 taps: tuple[int, ...] = ()) -> Iterable[None]:
         """Nothing takes longer the first time."""
         return ()

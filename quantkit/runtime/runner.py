@@ -140,7 +140,8 @@ class ModelRunner:
     def _tell_hidden(self, batch: Batch, requests: Sequence[Request]) -> None:
         if self._speculator is not None:
             for row, parts in batch.hidden.items():
-                self._speculator.observe(requests[row], batch.starts[row], torch.cat(parts))
+                states = parts[0] if len(parts) == 1 else torch.cat(parts)
+                self._speculator.observe(requests[row], batch.starts[row], states)
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
         """A step failed, and nobody knows whose fault it was: all lose what they have in the cache. Where
@@ -193,7 +194,8 @@ class ModelRunner:
         if end == len(request.prompt) and not request.result.token_ids:
             return model(ids, cache=batch, last=torch.tensor([ids.shape[1] - 1]))[0]
         if "decode" in batch.phases:  # as it was decoded before it gave up its pages
-            model(ids, cache=batch)
+            if ids.shape[1]:  # all of it may have been found
+                model(ids, cache=batch, last=torch.tensor([ids.shape[1] - 1]))
             return None
         # nobody needs what follows: skip the head, which is a large part of a small model
         model.hidden(ids, cache=batch)

@@ -137,7 +137,8 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def preview(self) -> Sampler:
-        """A sampler that draws what this one will draw next, without its constraint, and leaves it alone."""
+        """A sampler that draws what this one will draw next, without its constraint, and leaves it alone.
+        Where a GPU draws and logits are changed, it draws other numbers."""
         copy = Sampler(self.sampling, self.prompt_tokens)
         copy.seed, copy.drawn = self.seed, self.drawn
         if not self.sampling.greedy:

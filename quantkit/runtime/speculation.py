@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quantkit.kv.base import PAGE
 from quantkit.plugins.manager import describe_entry
 from quantkit.plugins.registry import described
 from quantkit.runtime.core import NextLogits, Request, TokenResult, sampled
@@ -69,6 +70,8 @@ class Speculator:
                  clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._drafter, self._vocab = drafter, loaded.config.vocab_size
+        # a step of a GPU is no more than one graph
+        self._rows = loaded.model.decode_rows if loaded.model.runs_ahead else None
         self._source: DraftSource | None = drafter.start(loaded)
         if self._source.layers and not isinstance(loaded.model, ProgramModel):
             raise UsageError(f"{drafter.name} can't draft for {loaded.uri}", next="take another drafter",
@@ -87,6 +90,17 @@ class Speculator:
     def memory(self) -> DraftMemory:
         """What drafts take beside the KV cache."""
         return NO_DRAFTS if self._source is None else self._source.memory
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a text in a step, at most."""
+        return 1 + self._drafter.max_tokens
+
+    def preallocate(self, tokens: int) -> None:
+        """Take the memory for ``tokens`` tokens in all: graphs of a GPU point to pages that don't move."""
+        if self._source is not None and (cache := self._source.cache) is not None:
+            for layer in cache.layers:
+                layer.store.pages.preallocate(-(-tokens // PAGE) * cache.heads)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -129,13 +143,18 @@ class Speculator:
 
     def _drafts(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         asked: list[tuple[_Text, int]] = []
+        left = None if self._rows is None else max(0, self._rows - len(requests))
         for request in requests:
             if self._source is None or not request.kv.manager.drafts:
                 continue
             text = self._texts.get(request.id) or self._begin(request)
-            if text is not None and (length := self._length(text, request, len(requests) - 1)):
-                text.update(request)
-                asked.append((text, length))
+            if text is None or left == 0 or not (length := self._length(text, request, len(requests) - 1)):
+                continue
+            if left is not None:
+                length = min(length, left)
+                left -= length
+            text.update(request)
+            asked.append((text, length))
         if not asked or self._source is None:
             return {}
         begin = self._clock()

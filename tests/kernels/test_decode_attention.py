@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantkit_kernels.triton import decode_attention as module
+from quantkit_kernels.triton.arrivals import counters
 from quantkit_kernels.triton.cache import StepTokens
-from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, decode_attention
+from quantkit_kernels.triton.decode_attention import FEW, PIECE, SplitResults, decode_attention
 
 WAITING = [("channel4", "token4"), ("channel3", "token3"), ("channel2", "token2"), ("hadamard4", "hadamard4"),
            ("hadamard3", "hadamard3"), ("hadamard2", "hadamard2"), ("int8", "token4")]
@@ -96,6 +98,22 @@ def test_scores_of_no_key(on, randn, obeys_the_rule, paged_cache, lengths):
     cache = paged_cache.PagedCache([lengths], [1], 64, on, "int8", "int8")
     sinks = torch.tensor([-9.0, 0.0, 3.0, 40.0], device=on[0])
     check(cache, randn(1, 4, 64, seed=5, on=on), obeys_the_rule, sink_scores=sinks)
+
+
+@pytest.mark.parametrize(("keys", "values", "heads", "d"),
+                         [("plain", "plain", 6, 20), ("int8", "token4", 18, 64)])
+def test_whoever_joins_splits_adds_them_in_the_same_order(on, randn, paged_cache, monkeypatch, keys, values,
+                                                          heads, d):
+    """The last program of a head, a few of its queries at a time, time after time; or another kernel."""
+    cache = paged_cache.PagedCache([[FEW * PIECE * 64 - 2, 70], [9, PIECE * 64 + 3]], [1, 1], d, on, keys,
+                                   values)
+    q, sinks = randn(2, heads, d, seed=5, on=on), randn(heads, seed=6, on=(on[0], torch.float32))
+    for how in ({"limit": 1700}, {"sink_scores": sinks}):
+        joined = attend(cache, q, **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "FEW", 0)
+            assert torch.equal(attend(cache, q, **how), joined)
+    assert torch.equal(attend(cache, q, **how), joined) and not counters(q.device).any()
 
 
 def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):

@@ -58,9 +58,9 @@ def test_what_is_not_finite_is_said_by_the_scale(on, randn, same, kind, ruin):
 @pytest.mark.parametrize("add", [False, True])
 def test_behind_a_norm(on, randn, kind, add):
     x, weight = randn(3, 576, on=on), randn(576, seed=1, on=on)
-    residual = randn(3, 576, seed=2, on=on) if add else None
-    y, h = rms_norm(x, weight, 1e-6, residual)
-    found, h_too = rms_norm_levels(x, weight, 1e-6, kind, residual)
+    added = (randn(3, 576, seed=2, on=on), randn(576, seed=3, on=on)) if add else ()
+    y, h = rms_norm(x, weight, 1e-6, *added)
+    found, h_too = rms_norm_levels(x, weight, 1e-6, kind, *added)
     again = quantize(y, kind)
     assert torch.equal(found.values, again.values) and torch.equal(found.scale, again.scale)
     assert torch.equal(h_too, h) and found.dtype == x.dtype

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from quantkit_kernels.reference import dequantize_int
 from quantkit_kernels.triton import w8a8, w8a16, w16a16
+from quantkit_kernels.triton.arrivals import counters
 from quantkit_kernels.triton.levels import quantize
 from quantkit_kernels.triton.matmul import PROGRAMS, SPLIT_ROWS, multiply, plan
 
@@ -55,6 +56,15 @@ def weight(on):
         return w8a16.pack(codes, scale, **how), dequantize_int(codes, scale[:, None])
 
     return make
+
+
+def test_whoever_adds_segments_adds_them_in_the_same_order(on, randn, weight):
+    """The last program of a tile, time after time, or one that goes through all of K."""
+    packed, _ = weight(300, 576)
+    x = randn(SPLIT_ROWS + 2, 576, on=on)
+    every = multiply(x, packed)
+    assert all(torch.equal(multiply(x[:m], packed), every[:m]) for m in (1, 17, 64, 17))
+    assert not counters(x.device).any()
 
 
 def test_a_large_gated_product_has_the_same_bits_every_time(on, randn, obeys_the_rule, weight):

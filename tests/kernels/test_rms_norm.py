@@ -22,6 +22,17 @@ def test_against_float64(on, randn, obeys_the_rule, n, rows, add):
     obeys_the_rule(got, F.rms_norm(h, (n,), None, 1e-6) * weight, reference.rms_norm(h, weight, 1e-6))
 
 
+@pytest.mark.parametrize("n", [7, 4100])
+@pytest.mark.parametrize("floats", [False, True])
+def test_a_norm_that_follows_a_norm_is_the_same_as_both_and_a_sum(on, randn, n, floats):
+    kind = (on[0], torch.float32) if floats else on
+    x, residual, before, weight = (randn(*size, seed=seed, on=place) for seed, (size, place) in enumerate(
+        (((3, n), on), ((3, n), on), ((n,), kind), ((n,), kind))))
+    h = residual + rms_norm(x, before, 1e-6)[0]
+    got, total = rms_norm(x, weight, 1e-6, residual, before)
+    assert torch.equal(total, h) and torch.equal(got, rms_norm(h, weight, 1e-6)[0])
+
+
 def test_a_float32_weight_multiplies_before_it_is_rounded(on, randn):
     x, weight = randn(3, 576, on=on), randn(576, seed=1, on=(on[0], torch.float32))
     got, _ = rms_norm(x, weight, 1e-6)
@@ -50,3 +61,7 @@ def test_rms_norm_refuses_wrong_shapes_and_dtypes():
     for weight, residual in ((torch.ones(7), None), (torch.ones(8), torch.zeros(3, 8))):
         with pytest.raises(ValueError, match="don't fit"):
             rms_norm(x, weight, 1e-6, residual)
+    with pytest.raises(ValueError, match="before None don't"):
+        rms_norm(x, torch.ones(7), 1e-6)
+    with pytest.raises(ValueError, match="don't fit"):
+        rms_norm(x, torch.ones(8), 1e-6, before=torch.ones(8))

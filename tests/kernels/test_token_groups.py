@@ -134,10 +134,12 @@ def test_behind_a_norm(on, randn, kind, packed, n):
     group, number = KINDS[kind]
     x, weight = randn(3, n, on=on), randn(n, seed=1, on=on)
     how = rounding(x, group, number, packed)
-    rows, apart = rms_norm_groups(x, weight, 1e-5, how), round_groups(rms_norm(x, weight, 1e-5)[0], how)
+    added = () if n == 512 else (randn(3, n, seed=2, on=on), randn(n, seed=3, on=on))
+    (rows, h), (y, h_too) = rms_norm_groups(x, weight, 1e-5, how, *added), rms_norm(x, weight, 1e-5, *added)
+    apart = round_groups(y, how)
     used = how.columns(n) // 2 + how.columns(n) // group if packed else n
     assert torch.equal(rows.values[:, :used], apart.values[:, :used])
-    assert torch.equal(rows.scale, apart.scale) and rows.dtype == x.dtype
+    assert torch.equal(rows.scale, apart.scale) and rows.dtype == x.dtype and torch.equal(h, h_too)
     with pytest.raises(ValueError, match="don't fit"):
         rms_norm_groups(x, weight[1:], 1e-5, how)
 

@@ -112,13 +112,15 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
 
 
 def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:
-    best: list[str] = []
+    """Of those with tensor-core instructions, if there are any: what follows a product may be longer."""
+    loops: list[list[str]] = [[]]
     for end, line_of_code in enumerate(code):
         target = re.match(r"BRA\S*\s+.*?(\.L_x_\d+)", line_of_code)
         begin = labels.get(target[1], end) if target else end
-        if end - begin > len(best):  # a branch to itself, behind the end, is none
-            best = code[begin:end + 1]
-    return best
+        if begin < end:  # a branch to itself, behind the end, is none
+            loops.append(code[begin:end + 1])
+    return max(loops, key=lambda loop: (any(line.split()[0].split(".")[0] in MATRIX["cuda"] for line in loop),
+                                        len(loop)))
 
 
 def _bits(load: str) -> int:

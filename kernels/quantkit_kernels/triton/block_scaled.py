@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.dependent import fetch, let_next_begin, wait
-from quantkit_kernels.triton.epilogue import finish
+from quantkit_kernels.triton.epilogue import finish, finish_segments
 from quantkit_kernels.triton.fragment import ROWS, rows, whole_tiles
 from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 from quantkit_kernels.triton.token_groups import GroupRounding
@@ -76,10 +76,10 @@ def block_number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tens
 def block_scaled_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor,
                         b_ptr: tl.tensor, r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor,
                         x_row: tl.tensor, r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor,
-                        BM: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr,
-                        PER: tl.constexpr, SPLIT: tl.constexpr, NPAD: tl.constexpr, MODE: tl.constexpr,
-                        GATED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-                        INSTRUCTION: tl.constexpr) -> None:
+                        part_ptr: tl.tensor, count_ptr: tl.tensor, BM: tl.constexpr, BK: tl.constexpr,
+                        WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr, SPLIT: tl.constexpr,
+                        NPAD: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+                        PDL: tl.constexpr, INSTRUCTION: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x uint8, rows x_row apart: TILES · BK codes, then scales; w uint8 ``[NPAD / 128, TILES, WORDS]``; s
@@ -118,13 +118,12 @@ def block_scaled_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_
                 acc = tl.dot(decode_block(w, ws, MODE), decode_block(x.trans(), xs, MODE).trans(), acc,
                              input_precision="ieee")
         total += acc
+    begin = tl.program_id(0) * 128
     if SPLIT:
-        part = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD
-        tl.store(y_ptr + part + tl.program_id(0) * 128 + rn[:, None], total, mask=seen[None, :])
+        finish_segments(total, part_ptr, count_ptr, begin, rn, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row,
+                        y_row, NPAD, (TILES + PER - 1) // PER, GATED, False)
     else:
-        finish(total, tl.program_id(0) * 128, tl.arange(0, 128), rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n,
-               r_row, y_row,
-               GATED)
+        finish(total, begin, rn, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
 
 
 BLOCKS = TritonDecoder(decode_block, block_number, (torch.uint8,), levels=True, product=block_scaled_kernel)

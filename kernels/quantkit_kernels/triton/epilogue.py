@@ -1,9 +1,12 @@
-"""The epilogue of a matrix product: scales, bias, gate and residual, rounded once, when it is stored."""
+"""The epilogue of a matrix product: segments of K that other programs summed; then scales, bias, gate and
+residual, rounded once, when it is stored."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from quantkit_kernels.triton.arrivals import is_last
 
 
 @triton.jit
@@ -66,3 +69,34 @@ def finish(total: tl.tensor, first: tl.tensor, inner: tl.tensor, rm: tl.tensor, 
     if r_ptr is not None:
         v += tl.load(r_ptr + row * r_row + rn[:, None], mask=seen, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * y_row + rn[:, None], v.to(y_ptr.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def finish_segments(total: tl.tensor, part_ptr: tl.tensor, count_ptr: tl.tensor, first: tl.tensor,
+                    inner: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor, r_ptr: tl.tensor,
+                    y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor, y_row: tl.tensor,
+                    NPAD: tl.constexpr, SEGMENTS: tl.constexpr, GATED: tl.constexpr, CDNA: tl.constexpr
+                    ) -> None:
+    """Store the sums ``total [N, M]`` of one segment, ``program_id(2)``, in ``part [SEGMENTS, m, NPAD]``. The
+    last program of a tile, which is M rows ``program_id(1)`` of x, adds all segments in order and does the
+    rest: see :func:`finish`. It takes a few rows and segments at a time, so that the loop before this needn't
+    share the GPU with fewer programs for want of registers."""
+    M: tl.constexpr = total.shape[1]
+    ROWS: tl.constexpr = 8 if M < 64 else 16
+    AT_ONCE: tl.constexpr = 8 if SEGMENTS > 8 else SEGMENTS
+    begin = tl.program_id(1) * M
+    rm = begin + tl.arange(0, M)
+    part_ptr += (first + inner)[:, None]
+    segment = m.to(tl.int64) * NPAD
+    tl.store(part_ptr + (tl.program_id(2) * segment + rm.to(tl.int64)[None, :] * NPAD), total,
+             mask=(rm < m)[None, :])
+    if is_last(count_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), SEGMENTS, CDNA):
+        for row in range(begin, tl.minimum(begin + M, m), ROWS):
+            rows = row + tl.arange(0, ROWS)
+            here = part_ptr + rows.to(tl.int64)[None, :] * NPAD
+            sums = tl.zeros([total.shape[0], ROWS], total.dtype)
+            for i in range(0, SEGMENTS, AT_ONCE):
+                for j in tl.static_range(AT_ONCE):
+                    seen = (rows < m)[None, :] & (i + j < SEGMENTS)
+                    sums += tl.load(here + (i + j) * segment, mask=seen, other=0)
+            finish(sums, first, inner, rows, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)

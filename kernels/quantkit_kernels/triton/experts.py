@@ -218,7 +218,7 @@ def multiply_experts(x: torch.Tensor | QuantizedActivations, w: TritonWeight, pa
     matmul_kernel[(blocks, len(pairs.tiles), 1)](
         values, scale, w.words, w.scale, bias, None, y, number, outputs, values.stride(0), 0, y.stride(0),
         MAGIC.get(values.dtype, 0), table_ptr=w.table, tile_ptr=pairs.tiles, order_ptr=pairs.order,
-        GATED=gated, **constants, **plan.options)
+        part_ptr=None, count_ptr=None, GATED=gated, **constants, **plan.options)
     return y
 
 

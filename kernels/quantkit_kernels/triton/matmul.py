@@ -5,9 +5,9 @@ the other side of the matrix instruction without waste.
 
 **A row's result doesn't depend on the other rows, nor on how many there are.** The sum over K is cut into
 segments, by ``n`` and ``k`` alone. With few rows, where one program for each 128 columns of y would leave
-most of the GPU idle, each segment is a program's, and a second kernel adds them in order; with many, a
-program goes through all of them and adds them in the same order. There are no atomics, so the same input
-always gives the same bits. Integers are exact in any order.
+most of the GPU idle, each segment is a program's, and the last program of a tile adds them in order; with
+many, a program goes through all of them and adds them in the same order. So the same input always gives the
+same bits: see :mod:`~quantkit_kernels.triton.arrivals`. Integers are exact in any order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import triton.language as tl
 
 from quantkit_kernels import tuned
 from quantkit_kernels.triton import dependent
+from quantkit_kernels.triton.arrivals import counters
 from quantkit_kernels.triton.dependent import fetch, let_next_begin, wait
-from quantkit_kernels.triton.epilogue import finish
+from quantkit_kernels.triton.epilogue import finish, finish_segments
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
 from quantkit_kernels.triton.group_scales import MINIMA, fine_at, scales_at
 from quantkit_kernels.triton.levels import QuantizedActivations
@@ -34,8 +35,6 @@ PROGRAMS = 256
 SPLIT_ROWS = 128
 """Above this number of rows of activations segments never become programs: their sums would be
 more to write and read than the weights."""
-BLOCK = 512
-"""Rows of the weight whose segments one program adds."""
 GATES = ("silu", "gelu_tanh")
 Gate = str | float
 """One of :data:`GATES`, or the limit of a clamped SiLU: see
@@ -46,19 +45,20 @@ Gate = str | float
 def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
                   r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, x_row: tl.tensor,
                   r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor, table_ptr: tl.tensor,
-                  tile_ptr: tl.tensor, order_ptr: tl.tensor, K: tl.constexpr, BM: tl.constexpr,
-                  BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
-                  SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
-                  MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-                  UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr, LAYOUT: tl.constexpr,
-                  LOWS: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr,
-                  RINGS: tl.constexpr, IN_TURN: tl.constexpr, BLOCKS: tl.constexpr,
-                  CHOSEN: tl.constexpr) -> None:
+                  tile_ptr: tl.tensor, order_ptr: tl.tensor, part_ptr: tl.tensor, count_ptr: tl.tensor,
+                  K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr,
+                  TILES: tl.constexpr, PER: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+                  NPAD: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, WIDE: tl.constexpr,
+                  GATED: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, FRESH: tl.constexpr,
+                  PDL: tl.constexpr, LAYOUT: tl.constexpr, LOWS: tl.constexpr, MIDDLE: tl.constexpr,
+                  BITS: tl.constexpr, RINGS: tl.constexpr, IN_TURN: tl.constexpr, BLOCKS: tl.constexpr,
+                  CHOSEN: tl.constexpr, CDNA: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
     ``[NPAD]`` with GROUP 0; the rest: see :func:`~quantkit_kernels.triton.epilogue.finish`. A segment is PER
-    tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum. FRESH: see
+    tiles; with SPLIT it is a program's, and part and count are for
+    :func:`~quantkit_kernels.triton.epilogue.finish_segments`, else ``None``. FRESH: see
     :func:`sums_tiles_apart`. LAYOUT: of s, with LOWS if it has minima, of what is MIDDLE more than numbers.
     RINGS: see :mod:`~quantkit_kernels.triton.trellis`. IN_TURN: the halves of a tile's rows lie in turn, by
     eight rows. tile, order, with BLOCKS of an expert and as many experts CHOSEN for a row of x: see
@@ -142,32 +142,13 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
                 acc = tl.zeros([128, BM], SUM)
     if APART:
         acc += total
+    begin = tl.program_id(0) * 128
+    row_scale = None if GROUP else scale_ptr
     if SPLIT:
-        offsets = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
-        tl.store(y_ptr + offsets, acc, mask=(rm < m)[None, :])
+        finish_segments(acc, part_ptr, count_ptr, begin, inner, t_ptr, row_scale, bias_ptr, r_ptr, y_ptr, m,
+                        n, r_row, y_row, NPAD, (TILES + PER - 1) // PER, GATED, CDNA)
     else:
-        finish(acc, tl.program_id(0) * 128, inner, rm, t_ptr, None if GROUP else scale_ptr, bias_ptr, r_ptr,
-               y_ptr, m, n, r_row, y_row, GATED)
-
-
-@triton.jit(do_not_specialize=["m"])
-def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
-                        r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor,
-                        y_row: tl.tensor, NPAD: tl.constexpr, SEGMENTS: tl.constexpr, GATED: tl.constexpr,
-                        BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
-    """y from ``part [SEGMENTS, m, NPAD]``, float32 or int32, added in order, and what follows the sum."""
-    if PDL:
-        let_next_begin()
-        wait()
-    first = tl.program_id(0) * BLOCK
-    rn = first + tl.arange(0, BLOCK)
-    rm = tl.program_id(1) + tl.arange(0, 1)
-    total = tl.zeros([BLOCK, 1], part_ptr.dtype.element_ty)
-    for i in tl.static_range(SEGMENTS):
-        offsets = (i * m.to(tl.int64) + rm[None, :]) * NPAD + rn[:, None]
-        total += tl.load(part_ptr + offsets, mask=(rn < NPAD)[:, None], other=0)
-    finish(total, first, tl.arange(0, BLOCK), rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row,
-           GATED)
+        finish(acc, begin, inner, rm, t_ptr, row_scale, bias_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
 
 
 @dataclass(frozen=True)
@@ -245,13 +226,14 @@ def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     wide = bits(w) == 8 and (w.group > 0 or w.layout == "fine")
     p = plan(w.n, tiles, m, w.bk, w.family, grouped,
              tuned.lookup(w.words.device, name, w.n, w.k, w.group, m), wide)
+    compiled = w.words.is_cuda or w.words.is_meta
     every = {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early, "LAYOUT": w.layout,
                "LOWS": w.layout in MINIMA, "MIDDLE": w.decoder.zero_level, "BITS": bits(w),
                "RINGS": rings, "IN_TURN": rings and not w.gated, "BLOCKS": 0, "CHOSEN": 0,
-               "INSTRUCTION": w.words.is_cuda or w.words.is_meta}
+               "CDNA": compiled and w.family == "cdna", "INSTRUCTION": compiled}
     names = kernel_of(w).arg_names
     return p, {name: value for name, value in every.items() if name in names}
 
@@ -296,25 +278,19 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     p, constants = arguments(w, m)
-    t = x.scale if isinstance(x, QuantizedActivations) else None
-    r_row = 0 if residual is None else residual.stride(0)
-    grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
-    magic, kernel = MAGIC.get(values.dtype, 0), kernel_of(w)
+    part = count = None
+    if p.split:
+        part = torch.empty(p.segments, m, constants["NPAD"], device=values.device,
+                           dtype=torch.int32 if values.dtype == torch.int8 else torch.float32)
+        count = counters(values.device)
+    kernel = kernel_of(w)
     tables = {name: value for name, value in (("table_ptr", w.table), ("tile_ptr", None), ("order_ptr", None))
               if name in kernel.arg_names}
-    if not p.split:
-        kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
-                     y.stride(0), magic, **tables, GATED=gated, **constants, **p.options)
-        return y
-    padded = constants["NPAD"]
-    part = torch.empty(p.segments, m, padded, device=values.device,
-                       dtype=torch.int32 if values.dtype == torch.int8 else torch.float32)
-    kernel[grid](values, None, w.words, w.scale, None, None, part, m, n, values.stride(0), 0, 0, magic,
-                 **tables, GATED=None, **constants, **p.options)
-    add_segments_kernel[(-(-padded // BLOCK), m)](
-        part, t, None if w.group else w.scale, bias, residual, y, m, n, r_row, y.stride(0), NPAD=padded,
-        SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK, PDL=p.early,
-        **({"launch_pdl": True} if p.early else {}))
+    kernel[w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1](
+        values, x.scale if isinstance(x, QuantizedActivations) else None, w.words, w.scale, bias, residual, y,
+        m, n, values.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        MAGIC.get(values.dtype, 0), part_ptr=part, count_ptr=count, **tables, GATED=gated, **constants,
+        **p.options)
     return y
 
 

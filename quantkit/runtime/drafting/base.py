@@ -56,6 +56,7 @@ class DraftSource(ABC):
     Attributes:
         nbytes: bytes of memory that it takes beside the model.
         memory: what else it takes.
+        cache: a KV cache of its own, if it has one.
         cold: whether the last proposal did more than others do, such as reading a prompt, so that its time
             doesn't say what drafts cost.
         layers: the model's layers whose inputs :meth:`observe` gets; the number of layers stands for what
@@ -64,6 +65,7 @@ class DraftSource(ABC):
 
     nbytes = 0
     memory = NO_DRAFTS
+    cache: KVCache | None = None
     cold = False
     layers: tuple[int, ...] = ()
 

@@ -126,7 +126,7 @@ class _ModelSource(DraftSource):
         self._model, self._least = draft.model, least_chance
         self._vocab = min(vocab, draft.config.vocab_size)
         self._longest = draft.config.max_position_embeddings
-        self._cache = KVCache(draft.config, dtype=draft.dtype, device=draft.model.device)
+        self.cache = self._cache = KVCache(draft.config, dtype=draft.dtype, device=draft.model.device)
         self.nbytes = draft.weight_bytes
         self.memory = DraftMemory(gpu_step_bytes(draft.config, draft.dtype), self._cache.bytes_per_token)
 

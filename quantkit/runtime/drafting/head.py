@@ -28,6 +28,7 @@ from quantkit.ops.rows import largest_chance, one_thread
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.drafting.base import DraftedText, Drafter, DraftSource
 from quantkit.runtime.memory.kv import DraftMemory
+from quantkit.runtime.memory.scratch import gpu_step_bytes
 from quantkit.runtime.program_model import ProgramModel
 from quantkit.sources.base import ModelSource, QuantizedError, TensorInfo
 from quantkit.support.errors import SourceError, UsageError
@@ -111,8 +112,8 @@ class HeadSource(DraftSource):
         self._device = model.device
         self._least = least_chance
         self.layers, self.nbytes = head.layers, head.nbytes
-        self._cache = KVCache(head.config, KVSpec(), head.dtype, model.device)
-        self.memory = DraftMemory(bytes_per_token=self._cache.bytes_per_token)
+        self.cache = self._cache = KVCache(head.config, KVSpec(), head.dtype, model.device)
+        self.memory = DraftMemory(gpu_step_bytes(head.config, head.dtype), self._cache.bytes_per_token)
         # a device that runs ahead is given no more than it needs for every token
         self._at_once = AT_ONCE if model.runs_ahead else 1
 
@@ -230,7 +231,7 @@ class HeadFiles:
         self._infos = source.tensors()
         self._asked: set[str] = set()
         self.nbytes = 0
-        self._dtype, packs = model.dtype, isinstance(model, CpuModel)
+        packs = isinstance(model, CpuModel)
         self.weights = Weights(self._tensor, self.has, model.dtype, device=model.device,
                                pack=(lambda weight: weight.packed(model.dtype)) if packs else None)
 
@@ -261,7 +262,7 @@ class HeadFiles:
                               why=f"a head has floating-point numbers of {dimensions} dimensions there",
                               next=AGAIN)
         if dimensions == 2:
-            self.nbytes += math.prod(info.shape) * self._dtype.itemsize
+            self.nbytes += math.prod(info.shape) * self.weights.dtype.itemsize
         return self._source.tensor(info.name)
 
     def _info(self, name: str) -> TensorInfo:

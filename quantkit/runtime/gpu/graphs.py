@@ -50,7 +50,7 @@ class _Graph:
 
 
 class GraphCache:
-    """Captured steps, as long as everything that they point to lies where it was. All write their logits to
+    """Captured steps, as long as everything that they point to lies where it was. All write their results to
     the same memory.
 
     Args:
@@ -62,8 +62,9 @@ class GraphCache:
 
     def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, limit: int, taps: int,
                  hidden: int) -> None:
-        self._device, self._limit, self._tapped = device, limit, (taps, hidden)
+        self._device, self._limit = device, limit
         self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
+        self._hidden = torch.empty(taps, 0, hidden, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None
         self._pool: Any = None
@@ -115,15 +116,14 @@ class GraphCache:
             self._graphs, self._valid, self._pool = {}, valid, None
         if size > len(self._logits):
             self._graphs, self._pool = {}, None
-            self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
-                                       dtype=self._logits.dtype, device=self._device)
+            rows = BATCHES[-1] if size > SMALL else SMALL
+            self._logits = self._logits.new_empty(rows, self._logits.shape[1])
+            self._hidden = self._hidden.new_empty(len(self._hidden), rows, self._hidden.shape[2])
 
     def _graph(self, run: Run, size: int, longest: int) -> _Graph:
         if (size, longest) not in self._graphs:
             ids, step = _nobodys(size, self._device, longest)
-            out = self._logits[:size]
-            taps, width = self._tapped
-            hidden = torch.empty(taps, size, width, dtype=out.dtype, device=self._device)
+            out, hidden = self._logits[:size], self._hidden[:, :size]
             replay, self._pool = _captured(lambda: run(ids, step, out, hidden), self._device, self._pool)
             self._graphs[size, longest] = _Graph(ids, step, hidden, replay)
         return self._graphs[size, longest]
@@ -162,7 +162,7 @@ class PromptGraphs:
 
     def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype, tokens: int, taps: int) -> None:
         self._device, self._hidden, self._dtype, self._tokens = device, hidden, dtype, tokens
-        self._taps = taps
+        self._tapped = torch.empty(taps, PORTIONS[-1], hidden, dtype=dtype, device=device)
         self._graphs: dict[int, _PromptGraph] = {}
         self._seen = Counter[int]()
         self._valid: object = None
@@ -218,7 +218,7 @@ class PromptGraphs:
             ids, step = _nobodys(size, self._device, 1)
             tiles = torch.zeros(size // self._tokens + SEQUENCES, 3, dtype=torch.int32, device=self._device)
             out = torch.empty(size, self._hidden, dtype=self._dtype, device=self._device)
-            hidden = out.new_empty(self._taps, *out.shape)
+            hidden = self._tapped[:, :size]
             replay, self._pool = _captured(lambda: run(ids, step, tiles, out, hidden), self._device,
                                            self._pool)
             self._graphs[size] = _PromptGraph(ids, step, tiles, out, hidden, replay)

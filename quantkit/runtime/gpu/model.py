@@ -95,13 +95,13 @@ class _CacheOnDevice:
             self._pages, self._pages_now = self._program.pages(self._cache), self._cache.move_counter.count
         return self._pages
 
-    def warm_up(self, sequences: int, tokens: int) -> Iterator[None]:
+    def warm_up(self, sequences: int, tokens: int, rows: int) -> Iterator[None]:
         """Capture all graphs, one for each item that is taken, with tables that needn't move for
-        ``sequences`` sequences of ``tokens`` tokens."""
+        ``sequences`` sequences of ``tokens`` tokens, of which a decoding step has up to ``rows`` of each."""
         self.tables.make_room(sequences, tokens)
         self._program.make_angles(min(tokens, MOST_ANGLES))
         yield from self._prompt_graphs.warm_up(self._prompt_step, self._valid)
-        yield from self._graphs.warm_up(self._step, min(sequences, BATCHES[-1]), tokens, self._valid)
+        yield from self._graphs.warm_up(self._step, min(sequences * rows, BATCHES[-1]), tokens, self._valid)
 
     def decode(self, batch: Batch, ids: Sequence[torch.Tensor] | torch.Tensor,
                slices: Sequence[RowSlice]) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _CacheOnDevice:
             int(state.lengths.max()) + count for state, count in zip(states, counts))
         self._program.make_angles(max(ends))
         whose = [(row, place) for row, count in zip(rows, counts) for place in range(count)]
-        if batch.taps != self._taps:
+        if batch.taps and batch.taps != self._taps:
             self.use_taps(batch.taps)
         logits, hidden = self._graphs(self._step, _flat(ids, slices), whose, longest, self._valid)
         self.tables.counted(batch, slices)
@@ -142,7 +142,7 @@ class _CacheOnDevice:
 
     def _hand_out(self, batch: Batch, slices: Sequence[RowSlice], hidden: torch.Tensor) -> None:
         """Hidden states ``[taps, n, hidden]`` of some slices, as :attr:`Batch.hidden`."""
-        if self._taps:
+        if batch.taps:
             rows = hidden.transpose(0, 1).to(torch.float32, copy=True)
             for part, states in zip(slices, rows.split([part.count for part in slices])):
                 batch.hidden.setdefault(part.sequence, []).append(states)
@@ -169,7 +169,7 @@ class _CacheOnDevice:
         tracks = any(state.query_window is not None for state in states)
         query_rows: list[torch.Tensor] = []
         x = None
-        if batch.taps != self._taps:
+        if batch.taps and batch.taps != self._taps:
             self.use_taps(batch.taps)
         if not tracks and not decodes:
             captured = self._prompt_graphs(self._prompt_step, flat, whose, tiles, self._valid)
@@ -255,7 +255,7 @@ class GpuModel(ProgramModel):
     def prepare(self, cache: KVCache) -> None:
         """Kernels are compiled, and steps captured, by the thread that runs the model."""
 
-    def warm_up(self, cache: KVCache, sequences: int, tokens: int,
+    def warm_up(self, cache: KVCache, sequences: int, tokens: int, rows: int = 1,
                 taps: tuple[int, ...] = ()) -> Iterator[None]:
         """Capture the graphs of all steps, which compiles their kernels. The interpreter has none, and where
         there is no memory for all of them each is captured when it is first needed."""
@@ -265,7 +265,7 @@ class GpuModel(ProgramModel):
             try:
                 on_device = self._on_device(cache)
                 on_device.use_taps(taps)
-                yield from on_device.warm_up(sequences, tokens)
+                yield from on_device.warm_up(sequences, tokens, rows)
             except torch.OutOfMemoryError:
                 self._caches.pop(cache, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
 
 ANGLES = 4096
 """Positions whose rotation is worked out at once, at least."""
+
+
+class _Hidden(NamedTuple):
+    """Tokens' hidden states ``[N, hidden]``: x, or with ``added`` what ``x + norm(added) · weight`` will be,
+    which the next norm's kernel computes."""
+
+    x: torch.Tensor
+    added: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+    @property
+    def terms(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a norm's kernel begins with, and what it adds to that."""
+        return (self.x, None) if self.added is None else (self.added, self.x)
 
 
 class _Layer:
@@ -150,17 +164,29 @@ class GpuProgram:
         Returns:
             ``[N, hidden]``.
         """
-        x = self.embed(ids)
+        state = _Hidden(self.embed(ids))
         for index, layer in enumerate(self._layers):
-            _hand_out(x, index, taps)
-            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries, prompts)
-            x = self._mlp(layer, x, step, prompts)
-        _hand_out(x, len(self._layers), taps)
-        return x
+            self._hand_out(state, index, taps)
+            state = self._attend(index, layer, state, step, tables, pages[index], cache, tiles, queries,
+                                 prompts)
+            state = self._mlp(layer, state, step, prompts)
+        self._hand_out(state, len(self._layers), taps)
+        return self._summed(state)
+
+    def _hand_out(self, state: _Hidden, layer: int, taps: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copy a layer's inputs to where they are asked for, which may be several places."""
+        for tapped, out in taps:
+            if tapped == layer:
+                out.copy_(self._summed(state))
+
+    def _summed(self, state: _Hidden) -> torch.Tensor:
+        if state.added is None or state.weight is None:
+            return state.x
+        return state.x + self._normed(_Hidden(state.added), state.weight)[0]
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` → ``[n, vocab]``, written to ``out``: final norm and head."""
-        return self.head(self._normed_for(self._head, x, self._norm), out)
+        return self.head(self._normed_for(self._head, _Hidden(x), self._norm)[0], out)
 
     def head(self, x: torch.Tensor | QuantizedActivations, out: torch.Tensor | None = None) -> torch.Tensor:
         """What is behind the final norm → ``[n, vocab]``, written to ``out``."""
@@ -178,34 +204,38 @@ class GpuProgram:
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` behind the final norm."""
-        return self._normed(x, self._norm)
+        return self._normed(_Hidden(x), self._norm)[0]
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normed(self, state: _Hidden, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of hidden states; and these."""
         from quantkit_kernels.triton.rms_norm import rms_norm
 
-        return rms_norm(x, weight, self._eps)[0]
+        x, residual = state.terms
+        return rms_norm(x, weight, self._eps, residual, state.weight)
 
-    def _normed_for(self, product: FusedLinear, x: torch.Tensor,
-                    weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
+    def _normed_for(self, product: FusedLinear, state: _Hidden, weight: torch.Tensor
+                    ) -> tuple[torch.Tensor | QuantizedActivations, torch.Tensor]:
         """Rounded on the way, to 8 bits or in groups, if that is what they multiply."""
         from quantkit_kernels.triton.rms_norm import rms_norm_groups, rms_norm_levels
 
+        x, residual = state.terms
         if product.inputs is not None:
-            return rms_norm_groups(x, weight, self._eps, product.inputs)
+            return rms_norm_groups(x, weight, self._eps, product.inputs, residual, state.weight)
         if product.takes is None:
-            return self._normed(x, weight)
-        return rms_norm_levels(x, weight, self._eps, product.takes)[0]
+            return self._normed(state, weight)
+        return rms_norm_levels(x, weight, self._eps, product.takes, residual, state.weight)
 
-    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables,
+    def _attend(self, index: int, layer: _Layer, state: _Hidden, step: StepTokens, tables: SequenceTables,
                 pages: LayerPages, cache: KVCache, tiles: torch.Tensor | None,
-                queries: list[torch.Tensor] | None, prompts: PromptProducts | None) -> torch.Tensor:
+                queries: list[torch.Tensor] | None, prompts: PromptProducts | None) -> _Hidden:
         from quantkit_kernels.triton.close_pages import close_pages
         from quantkit_kernels.triton.decode_attention import decode_attention
         from quantkit_kernels.triton.prefill_attention import prefill_attention
         from quantkit_kernels.triton.rope_store import rope_store
 
         config, norms = self._config, layer.norms
-        qkv = layer.qkv(self._normed_for(layer.qkv, x, norms["before_attention"]), prompts=prompts)
+        normed, x = self._normed_for(layer.qkv, state, norms["before_attention"])
+        qkv = layer.qkv(normed, prompts=prompts)
         cos, sin = self._cos_sin[index]
         q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
                        kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
@@ -228,28 +258,23 @@ class GpuProgram:
             out = apply_hadamard(out.view(-1, config.head_dim), *self._hadamard, back=True).view(out.shape)
         mixed = out.view(out.shape[0], -1)
         if (weight := norms.get("after_attention")) is not None:
-            return x + self._normed(layer.o(mixed, prompts=prompts), weight)
-        return layer.o(mixed, residual=x, prompts=prompts)
+            return _Hidden(x, layer.o(mixed, prompts=prompts), weight)
+        return _Hidden(layer.o(mixed, residual=x, prompts=prompts))
 
-    def _mlp(self, layer: _Layer, x: torch.Tensor, step: StepTokens,
-             prompts: PromptProducts | None) -> torch.Tensor:
+    def _mlp(self, layer: _Layer, state: _Hidden, step: StepTokens, prompts: PromptProducts | None
+             ) -> _Hidden:
+        norms = layer.norms
+        weight = norms.get("after_mlp")
         if layer.experts is not None:
-            tokens = self._normed(x, layer.norms["before_mlp"])
-            if (weight := layer.norms.get("after_mlp")) is not None:
-                return x + self._normed(layer.experts(tokens, step.rows, None, prompts), weight)
-            return layer.experts(tokens, step.rows, x, prompts)
-        normed = self._normed_for(layer.gate_up, x, layer.norms["before_mlp"])
+            tokens, x = self._normed(state, norms["before_mlp"])
+            if weight is not None:
+                return _Hidden(x, layer.experts(tokens, step.rows, None, prompts), weight)
+            return _Hidden(layer.experts(tokens, step.rows, x, prompts))
+        normed, x = self._normed_for(layer.gate_up, state, norms["before_mlp"])
         gated = layer.gate_up(normed, prompts=prompts)
-        if (weight := layer.norms.get("after_mlp")) is not None:
-            return x + self._normed(layer.down(gated, prompts=prompts), weight)
-        return layer.down(gated, residual=x, prompts=prompts)
-
-
-def _hand_out(x: torch.Tensor, layer: int, taps: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Copy a layer's inputs to where they are asked for, which may be several places."""
-    for tapped, out in taps:
-        if tapped == layer:
-            out.copy_(x)
+        if weight is not None:
+            return _Hidden(x, layer.down(gated, prompts=prompts), weight)
+        return _Hidden(layer.down(gated, residual=x, prompts=prompts))
 
 
 def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> None:

@@ -87,8 +87,8 @@ class PromptProducts:
                 or self._proven.get(key) == ()):
             return None
         weight = dequantize.levels_of(w, levels).T
-        if key not in self._proven:  # sums of whole numbers don't depend on their order
-            self._proven[key] = SIZES if w.mode == "int8" else _proven_sizes(weight)
+        if key not in self._proven:
+            self._proven[key] = _level_sizes(weight)
         if not (sizes := self._proven[key]):
             return None
         m, start = len(x.values), 0
@@ -101,6 +101,17 @@ class PromptProducts:
                                    residual=None if residual is None else residual[here])
             start += size
         return y
+
+
+def _level_sizes(weight: torch.Tensor) -> tuple[int, ...]:
+    """The sizes at which levels ``[k, n]`` may be multiplied; none if this machine's library can't."""
+    try:
+        if weight.dtype != torch.int8:
+            return _proven_sizes(weight)
+        _level_sums(weight.new_zeros(min(SIZES), len(weight)), weight)
+    except RuntimeError:
+        return ()
+    return SIZES  # sums of whole numbers don't depend on their order
 
 
 def _level_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 import triton
 
 from quantkit_kernels import reference
-from quantkit_kernels.tools.cases.case import AotCase, BenchCase, BenchSetup, aot_case, size, threads
+from quantkit_kernels.tools.cases.case import (
+    AotCase,
+    BenchCase,
+    BenchSetup,
+    absent_pointers,
+    aot_case,
+    size,
+    threads,
+)
 from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
 from quantkit_kernels.triton.attention_arguments import constants, reason_against
 from quantkit_kernels.triton.cache import (
@@ -234,12 +242,14 @@ def aot_cases(family: str) -> Iterator[AotCase]:
                 yield _aot_prefill(dim, coding, family)
     for coding in MAIN:
         yield _aot_decode(128, coding, family, limited=True)
+        yield _aot_decode(128, coding, family, apart=True)
         yield _aot_prefill(128, coding, family, limited=True)
         yield _aot_weights(128, coding, family)
     for cases_of in (_aot_decode, _aot_prefill):
         yield cases_of(128, "int8", family, limited=True, placed=True)
         yield cases_of(256, "bf16", family, capped=True)
-    yield _aot_prefill(64, "bf16", family, sinks=True)
+    for cases_of in (_aot_decode, _aot_prefill):
+        yield cases_of(64, "bf16", family, sinks=True)
     yield _aot_join(64, family, sinks=True)
     yield _aot_join(128, family)
 
@@ -269,9 +279,8 @@ def _aot_join(d: int, family: str, sinks: bool = False) -> AotCase:
                      **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
                      **dict.fromkeys(("layer", "layers", "y_step", "splits"), "i32")},
                     {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": d, "DP": d, **none,
-                     "COUNT": decode_attention.PIECE, "JOIN": decode_attention.JOIN,
-                     "WIDTH": min(d, decode_attention.WIDTH), "EARLY": family in dependent.FAMILIES,
-                     "num_warps": 1},
+                     "COUNT": decode_attention.PIECE, "WIDTH": min(d, decode_attention.WIDTH),
+                     "EARLY": family in dependent.FAMILIES, "num_warps": 1},
                     multiples=("y_step",))
 
 
@@ -280,15 +289,20 @@ def _sinks(given: bool) -> tuple[dict[str, str], dict[str, None]]:
     return ({"sink_ptr": "*fp32"}, {}) if given else ({}, {"sink_ptr": None})
 
 
-def _aot_decode(d: int, coding: str, family: str, **what: bool) -> AotCase:
+def _aot_decode(d: int, coding: str, family: str, apart: bool = False, sinks: bool = False,
+                **what: bool) -> AotCase:
+    """``apart``: another kernel joins splits."""
     common = _common(d, coding, family, **what)
     options = decode_attention.options(family, *CODINGS[coding], d)
-    return aot_case(f"decode {common.label}", decode_attention.split_kv_kernel,
-                    {**common.signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
-                     "splits": "i32"},
-                    {**common.constants, "VALUES": True, "COUNT": decode_attention.PIECE, **options},
-                    multiples=("q_step"), matrix=True, wide_loads=1, narrow=NARROW if d == 128 else None,
-                    weights=2 * 64 * d / threads(options, family))
+    pointers = {**common.signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
+                **({} if apart else {"y_ptr": "*bf16", "count_ptr": "*i32"}), **_sinks(sinks)[0]}
+    return aot_case(f"decode {common.label}{' apart' * apart}{' sinks' * sinks}",
+                    decode_attention.split_kv_kernel, {**pointers, "y_step": "i32", "splits": "i32"},
+                    {**common.constants, **absent_pointers(decode_attention.split_kv_kernel, pointers),
+                     "VALUES": True, "COUNT": decode_attention.PIECE,
+                     "FEW": 0 if apart else decode_attention.FEW, "CDNA": family == "cdna", **options},
+                    multiples=("q_step", "y_step"), matrix=True, wide_loads=1,
+                    narrow=NARROW if d == 128 else None, weights=2 * 64 * d / threads(options, family))
 
 
 def _aot_prefill(d: int, coding: str, family: str, sinks: bool = False, **what: bool) -> AotCase:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,11 @@ def aot_case(name: str, kernel: Any, signature: dict[str, str], constants: dict[
     options = {key: constants[key] for key in OPTIONS if key in constants}
     rest = {key: value for key, value in constants.items() if key not in options}
     return AotCase(name, kernel, signature, rest, options, **about)
+
+
+def absent_pointers(kernel: Any, given: Mapping[str, str]) -> dict[str, None]:
+    """The pointers of a kernel that aren't given."""
+    return {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in given}
 
 
 def threads(options: dict[str, int], family: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quantkit_kernels.tools.cases.case import POINTERS, AotCase, aot_case
+from quantkit_kernels.tools.cases.case import POINTERS, AotCase, absent_pointers, aot_case
 from quantkit_kernels.tools.cases.products import ProductFormat, kinds
 from quantkit_kernels.triton import experts, matmul
 from quantkit_kernels.triton.fragment import MAGIC, ROWS
@@ -47,7 +47,7 @@ def _product(kind: ProductFormat, size: int, family: str, gated: bool) -> AotCas
     integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
     pointers = {"x_ptr": POINTERS[kind.x], "w_ptr": POINTERS[kind.words], **scale,
                 "y_ptr": "*bf16", "tile_ptr": "*i32", "order_ptr": "*i32"}
-    absent = {name: None for name in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr") if name not in scale}
+    absent = absent_pointers(matmul.matmul_kernel, pointers)
     case = aot_case(f"{kind.name} moe m{size}{' gated' * gated}", matmul.matmul_kernel,
                     {**pointers, **dict.fromkeys(integers, "i32")},
                     {**absent, **constants, "GATED": "silu" if gated else None, **plan.options}, matrix=True,

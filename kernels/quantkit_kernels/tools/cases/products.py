@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from quantkit_kernels.tools.cases.case import (
     AotCase,
     BenchCase,
     BenchSetup,
+    absent_pointers,
     aot_case,
     size,
     threads,
@@ -325,14 +326,13 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     yield _aot_product(known["w4a16 g128"], 16, family, n=128256)
     yield _aot_product(known["w8a16"], 16, family, n=128256, k=1000)
     yield _aot_product(known["w16a16"], 16, family, n=128256)
-    for kind, gated, full in ((known["w4a16 g128"], None, False), (known["w8a16"], None, True),
-                              (known["w8a16"], "silu", False), (known["w8a8"], "gelu_tanh", True)):
-        yield _aot_segments(kind, gated, full)
+    for name, gated in (("w4a16 g128", None), ("w8a16", "silu"), ("w8a8", "gelu_tanh")):
+        yield _aot_product(known[name], 16, family, gated=gated, full=True)
+    yield _aot_product(known["w16a16"], 16, family, n=128)
     if family in dependent.FAMILIES:
         for kind in known.values():
             yield _aot_product(kind, 16, family, early=True)
         yield _aot_product(known["w4a16 g128"], 16, family, n=28672, gated="silu", early=True)
-        yield _aot_segments(known["w4a16 g128"], None, False, early=True)
     for kind in (*known.values(), *(BLOCK_SCALED if family in w4a4.NATIVE else ())):
         yield _aot_lookup(kind, family)
     for kind in known.values():
@@ -380,10 +380,10 @@ def _aot_numbers(kind: ProductFormat, family: str, gated: bool = False) -> AotCa
                     multiples=("n",), wide_loads=max(1, ROWS * kind.bk * kind.bits // 8 // each // 16))
 
 
-def _epilogue(kind: ProductFormat, full: bool, scale: bool) -> dict[str, str]:
+def _epilogue(kind: ProductFormat, full: bool) -> dict[str, str]:
     """Types of the epilogue's arguments that are given."""
     pointers = {"t_ptr": "*fp32"} if kind.decoder.levels else {}
-    if scale and kind.scale is not None:
+    if kind.scale is not None:
         pointers["s_ptr"] = POINTERS[kind.scale]
     return pointers | ({"b_ptr": "*bf16", "r_ptr": "*bf16"} if full else {})
 
@@ -393,24 +393,6 @@ def _table(kind: ProductFormat) -> dict[str, str]:
     return {"table_ptr": "*i16"} if kind.layout == trellis.LAYOUT else {}
 
 
-def _absent(kernel: Any, pointers: Mapping[str, str]) -> dict[str, None]:
-    """The pointers of a kernel that aren't given."""
-    return {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr", "table_ptr", "tile_ptr", "order_ptr")
-            if key in kernel.arg_names and key not in pointers}
-
-
-def _aot_segments(kind: ProductFormat, gated: str | None, full: bool, early: bool = False) -> AotCase:
-    pointers = _epilogue(kind, full, not kind.group)
-    label = " rows" * (not kind.group) + " gated" * bool(gated) + " all" * full + " early" * early
-    return aot_case(f"add segments{label}", matmul.add_segments_kernel,
-                    {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **pointers, "y_ptr": "*bf16",
-                     **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
-                    {**_absent(matmul.add_segments_kernel, pointers), "NPAD": 4096, "SEGMENTS": 8,
-                     "GATED": gated, "BLOCK": matmul.BLOCK, "PDL": early, "num_warps": 4,
-                     **({"launch_pdl": True} if early else {})},
-                    multiples=("n", "r_row", "y_row"))
-
-
 def _aot_product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | None = None, n: int = 4096,
                  k: int = 4096, gated: str | None = None, full: bool = False, early: bool = False) -> AotCase:
     """``full``: with bias and residual."""
@@ -418,9 +400,11 @@ def _aot_product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | 
     weight = kind.packed(n, k, family, gated is not None)
     with tuned.trial({"pdl": 1}) if early else nullcontext():
         plan, constants = matmul.arguments(weight, m)
-    pointers = _epilogue(kind, full and not plan.split, True) | _table(kind)
+    pointers = {"x_ptr": POINTERS[x], "w_ptr": POINTERS[x if kind.words == BF16 else kind.words],
+                "y_ptr": POINTERS[BF16 if kind.decoder.levels else x]}
+    pointers |= _epilogue(kind, full) | _table(kind)
     if plan.split:
-        pointers.pop("t_ptr", None)
+        pointers |= {"part_ptr": "*i32" if x == INT8 else "*fp32", "count_ptr": "*i32"}
     each = threads(plan.options, family)
     turn = ROWS * kind.bk * plan.unroll
     about: dict[str, Any] = {"wide_loads": turn * kind.bits // 8 // each // 16, "weights": turn / each,
@@ -429,15 +413,11 @@ def _aot_product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | 
         about = {"wide_loads": weight.words.shape[2] // each // 32, "ptx": kind.ptx}
     label = " fp16" * (dtype == FP16) + " gated" * bool(gated) + " all" * full + " early" * early
     shape = "" if n in (4096, 28672) else f" {n}x{k}"
-    result = POINTERS[BF16 if kind.decoder.levels else x]
-    if plan.split:
-        result = "*i32" if x == INT8 else "*fp32"
     integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
     kernel = kind.decoder.product or matmul.matmul_kernel
     return aot_case(f"{kind.name} m{m}{label}{shape}", kernel,
-                    {"x_ptr": POINTERS[x], "w_ptr": POINTERS[x if kind.words == BF16 else kind.words],
-                     **pointers, "y_ptr": result, **dict.fromkeys(integers, "i32")},
-                    {**_absent(kernel, pointers), **constants, "GATED": None if plan.split else gated,
-                     **plan.options}, matrix=True,
+                    {**pointers, **dict.fromkeys(integers, "i32")},
+                    {**absent_pointers(kernel, pointers), **constants, "GATED": gated, **plan.options},
+                    matrix=True,
                     multiples=tuple(key for key in integers
                                     if key != "m" and (key != "magic" or MAGIC.get(x, 0) % 16 == 0)), **about)

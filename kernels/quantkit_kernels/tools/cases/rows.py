@@ -14,6 +14,7 @@ from quantkit_kernels.tools.cases.case import (
     AotCase,
     BenchCase,
     BenchSetup,
+    absent_pointers,
     aot_case,
     size,
 )
@@ -38,6 +39,9 @@ VOCABULARY = 128256
 TOP_LEVEL = 15
 GROUPED = {16: "nvfp4 a4", 32: "mxfp4 a4"}
 """Formats that round activations, and the channels of each of their groups."""
+NORMS = {"": {}, " add": {"r_ptr": "*bf16", "h_ptr": "*bf16"},
+         " after": {"r_ptr": "*bf16", "h_ptr": "*bf16", "v_ptr": "*bf16"}}
+"""A norm, with a residual added before it, or to a norm before it."""
 
 
 def bench_cases(setup: BenchSetup) -> Iterator[BenchCase]:
@@ -191,14 +195,14 @@ def _aot_norms(family: str) -> Iterator[AotCase]:
     kinds = {"int8": "*i8", "e4m3": "*fp8e4nv" if family in ("hopper", "blackwell") else "*fp16"}
     for n in (4096, levels.LONGEST):
         constants = levels.constants(n, family in dependent.FAMILIES)
-        for add in (False, True):
+        for label, added in NORMS.items():
             for kind in ("", *kinds):
-                pointers = {"y_ptr": kinds.get(kind, "*bf16"), **({"t_ptr": "*fp32"} if kind else {}),
-                            **({"r_ptr": "*bf16", "h_ptr": "*bf16"} if add else {})}
-                absent = {key: None for key in ("r_ptr", "h_ptr", "t_ptr") if key not in pointers}
-                yield aot_case(f"rms_norm{' add' * add}{kind and ' '}{kind} {n}", rms_norm.rms_norm_kernel,
-                               {"x_ptr": "*bf16", "w_ptr": "*bf16", "eps": "fp32", **pointers},
-                               {**absent, **constants}, wide_loads=1)
+                pointers = {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": kinds.get(kind, "*bf16"), **added,
+                            **({"t_ptr": "*fp32"} if kind else {})}
+                yield aot_case(f"rms_norm{label}{kind and ' '}{kind} {n}", rms_norm.rms_norm_kernel,
+                               {**pointers, "eps": "fp32"},
+                               {**absent_pointers(rms_norm.rms_norm_kernel, pointers), **constants},
+                               wide_loads=1)
         for kind, pointer in kinds.items():
             yield aot_case(f"quantize {kind} {n}", levels.quantize_kernel,
                            {"x_ptr": "*bf16", "l_ptr": pointer, "t_ptr": "*fp32", "x_row": "i32"}, constants,
@@ -213,19 +217,20 @@ def _aot_groups(family: str) -> Iterator[AotCase]:
         for packed in (0, block_scaled.BK) if family in w4a4.NATIVE and bits == 4 else (0,):
             how = GroupRounding(group, torch.empty(1) if group == token_groups.FINE else None, packed, bits)
             label = f"{name}{' packed' * bool(packed)}"
-            pointers = {"l_ptr": "*u8" if packed else "*bf16", "t_ptr": "*fp32"}
-            factor = {"f_ptr": None if how.factor is None else "*fp32"}
-            absent = factor if how.factor is None else {}
-            pointers |= {key: kind for key, kind in factor.items() if kind is not None}
+            pointers = {"x_ptr": "*bf16", "l_ptr": "*u8" if packed else "*bf16", "t_ptr": "*fp32",
+                        **({} if how.factor is None else {"f_ptr": "*fp32"})}
             for n in (4096, 14336):
                 yield aot_case(f"round {label} {n}", token_groups.round_groups_kernel,
-                               {"x_ptr": "*bf16", **pointers, "x_row": "i32"},
-                               {**absent, **token_groups.constants(n, how, early)},
-                               multiples=("x_row",), wide_loads=1)
+                               {**pointers, "x_row": "i32"},
+                               {**absent_pointers(token_groups.round_groups_kernel, pointers),
+                                **token_groups.constants(n, how, early)}, multiples=("x_row",), wide_loads=1)
             for n in (4096, rms_norm.LONGEST_GROUPED):
-                yield aot_case(f"norm {label} {n}", rms_norm.rms_norm_groups_kernel,
-                               {"x_ptr": "*bf16", "w_ptr": "*bf16", **pointers, "eps": "fp32"},
-                               {**absent, **rms_norm.group_constants(n, how, early)}, wide_loads=1)
+                for added in ("", " after"):
+                    given = {**pointers, "w_ptr": "*bf16", **NORMS[added]}
+                    yield aot_case(f"norm{'s' * bool(added)} {label} {n}", rms_norm.rms_norm_groups_kernel,
+                                   {**given, "eps": "fp32"},
+                                   {**absent_pointers(rms_norm.rms_norm_groups_kernel, given),
+                                    **rms_norm.group_constants(n, how, early)}, wide_loads=1)
 
 
 def _aot_rotations() -> Iterator[AotCase]:
