@@ -142,7 +142,8 @@ def _parse_sdar(config: Mapping[str, Any]) -> ModelConfig:
     """SDAR, https://arxiv.org/abs/2510.06303: Qwen3's layers, trained to write blocks of 4 tokens, or of as
     many as ``block_size`` says."""
     reader = _reader(config, "sdar", ("mlp_bias", "use_sliding_window"))
-    diffusion = BlockDiffusion(reader.integer("block_size", 4), reader.integer("mask_token_id", 151_669))
+    diffusion = BlockDiffusion(reader.integer("block_size", 4), reader.integer("mask_token_id", 151_669),
+                               threshold=0.85)
     return _qwen3(reader, "sdar", diffusion=diffusion, ignored=SDAR_TRAINING)
 
 
@@ -156,7 +157,7 @@ def _parse_a2d(config: Mapping[str, Any]) -> ModelConfig:
             raise reader.wrong(key, None, "the config must say it: the model's card tells whether it was "
                                           "trained for blocks (bd3lm, of 32 tokens) or for whole answers "
                                           "(mdlm), which isn't implemented, its tokenizer the mask")
-    diffusion = BlockDiffusion(reader.integer("block_size"), reader.integer("mask_token_id"))
+    diffusion = BlockDiffusion(reader.integer("block_size"), reader.integer("mask_token_id"), even=True)
     if family == "a2d-qwen3":
         return _qwen3(reader, family, diffusion=diffusion)
     reader.only("attention_bias", (True,))

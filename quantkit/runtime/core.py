@@ -288,7 +288,8 @@ class Request:
         self.sampler = Sampler(sampling, len(self.prompt), constraint)
         # an embedding and scores need every token of the prompt
         self.kv = CachedText(self.prompt, self.result.token_ids, len(self.prompt) + sampling.max_tokens,
-                             reuses_prefix=pooling is None and not echo, salt=cache_salt)
+                             reuses_prefix=pooling is None and not echo, salt=cache_salt,
+                             diffusion=loaded.config.diffusion)
         self.schedule = ScheduleState(time.perf_counter())
         self.prefill = PrefillState(None if pooling is None else Pooler(pooling))
         self.fault = FaultState()
@@ -312,6 +313,13 @@ class Request:
     @property
     def tokens_left(self) -> int:
         return self.sampling.max_tokens - len(self.result.token_ids)
+
+    def is_last(self, token: int, more: int) -> bool:
+        """Whether an answer that gets ``more`` tokens, of which ``token`` is the last, ends with it, whatever
+        its text is."""
+        sampling = self.sampling
+        return (token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
+                or more >= self.tokens_left)
 
     @property
     def has_unscored_prompt(self) -> bool:

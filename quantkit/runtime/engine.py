@@ -25,6 +25,7 @@ from quantkit.runtime.core import (
     TokenResult,
     check_request,
 )
+from quantkit.runtime.denoising import Denoiser, Denoising, check_block_request, check_blocks
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
@@ -106,6 +107,7 @@ class Engine:
         drafter: guesses tokens, of which one step confirms several; what is generated doesn't depend on it.
             Not where a token may have other bits beside others of its text than alone
             (:attr:`KVCacheManager.drafts`).
+        denoising: how a model that writes blocks writes them.
         lock: held during a step, so that several engines share a device.
         clock: returns the time in seconds.
 
@@ -116,6 +118,7 @@ class Engine:
         timing: the time of all steps so far.
         trace: records what requests and steps did.
         speculator: asks for drafts; ``None``: nobody drafts.
+        denoiser: writes blocks; ``None``: the model writes a token after the other.
         thread: the thread that steps from :meth:`start` to :meth:`close`.
         failure: the error that has ended that thread, if one has.
     """
@@ -123,11 +126,13 @@ class Engine:
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
                  max_batch: int = 8, max_queue: int = 64, memory: int | None = None,
                  context: int | None = None, max_itl: float | None = None, prefix_cache: int | None = 0,
-                 drafter: Drafter | None = None, lock: FairLock | None = None,
+                 drafter: Drafter | None = None, denoising: Denoising | None = None,
+                 lock: FairLock | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
+        check_blocks(loaded, drafter, denoising)
         self.loaded = loaded
         self._max_batch = max_batch
         self._max_queue = max_queue
@@ -150,13 +155,16 @@ class Engine:
         least = GPU_LEAST if loaded.model.device.type == "cuda" else LEAST
         self._sizer = ChunkSizer(self._portion, self.max_itl, least)
         self._scheduler = Scheduler(max_batch, max_queue, self._portion, self.trace)
+        diffusion = loaded.config.diffusion
+        self.denoiser = None if diffusion is None else Denoiser(diffusion, denoising or Denoising())
         if drafter is None or not default.drafts:
             self.speculator = None
         elif self.speculator is None:
             self.speculator = Speculator(drafter, loaded, clock)
         elif self.reservation is not None:
             self.speculator.preallocate(self.cache.allocated_bytes // self.cache.bytes_per_token)
-        self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator)
+        self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock, self.speculator,
+                                   None if self.denoiser is None else self.denoiser.rows)
         self._decoder = PipelinedDecoder(loaded.model, self._runner, self.timing)
         self._lock = lock or FairLock()
         self._numbers = itertools.count()
@@ -213,6 +221,8 @@ class Engine:
             EngineDeadError: an error has ended the engine's thread.
         """
         check_request(self.loaded, prompt, sampling)
+        if self.denoiser is not None:
+            check_block_request(logprobs is not None or echo, pooling is not None, constraint is not None)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
                           priority, on_token, on_done, on_error, constraint, keep_special, label, cache_salt)
         text = request.kv
@@ -355,6 +365,9 @@ class Engine:
             scheduler.preempt_for_pages()
         while (failure := scheduler.admit()) is not None:
             self._fail(*failure)
+        for request in [request for request in scheduler.prefilling
+                        if not request.kv.prompt_end and not request.kv.length]:
+            scheduler.start_decoding(request)  # it is less than a block, and read with the first one
         begin, launched = self._clock(), self._decoder.pending
         decoding = bool(scheduler.decoding)
         awaited = decoding or self._lock.is_decoding_elsewhere(self)  # somebody waits for a token meanwhile
@@ -370,6 +383,8 @@ class Engine:
         mixed = [request for request in step.decode if not (request.done or request.cancelled) and (
             request.kv.manager.supports_mixed_batches or (drafts and request.kv.manager.drafts))]
         together = set(map(id, mixed))
+        if self.denoiser is not None:
+            drafts = self.denoiser.propose(mixed)
         # before: weights that are gone would end the process; after: what was changed gives no token
         self.loaded.check_files()
         output = self._runner.run(step, mixed, awaited, drafts)
@@ -459,8 +474,9 @@ class Engine:
             if part.batch is None:
                 self._give(part.sample())
             else:
-                assert self.speculator is not None
-                self._give(self.speculator.verify(part))
+                verifier = self.denoiser or self.speculator
+                assert verifier is not None
+                self._give(verifier.verify(part))
 
     def _give(self, results: Iterable[TokenResult]) -> None:
         """Give requests their tokens, or the reasons why there are none, one by one as they come."""
@@ -506,6 +522,8 @@ class Engine:
         if requests:
             if self.speculator is not None:
                 self.speculator.end(requests)
+            if self.denoiser is not None:
+                self.denoiser.end(requests)
             self._scheduler.end(requests, keep=keep)
         if not self._scheduler.decoding:
             self._decoder.forget()

@@ -14,6 +14,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.prefix import PrefixBudget, PrefixCache, PrefixMatch, block_names, build_prefix_cache
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.spec import KVSpec
+from quantkit.models.config import BlockDiffusion
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.memory.kv import (
     LOOKAHEAD,
@@ -38,6 +39,7 @@ class CachedText:
     Args:
         prompt, answer: token ids; the answer grows.
         max_length: tokens of both, at most.
+        diffusion: says how the model writes blocks, if it does.
         reuses_prefix: whether it may begin with keys and values that are there: nothing else of its prompt is
             needed.
         salt: only texts with the same salt share prefixes.
@@ -52,10 +54,11 @@ class CachedText:
     """
 
     def __init__(self, prompt: list[int], answer: list[int], max_length: int, *, reuses_prefix: bool = True,
-                 salt: bytes = b"") -> None:
+                 salt: bytes = b"", diffusion: BlockDiffusion | None = None) -> None:
         self.prompt = prompt
         self.answer = answer
-        self.max_length = max_length
+        self._block = None if diffusion is None else diffusion.block_size
+        self.max_length = max_length if self._block is None else -(-max_length // self._block) * self._block
         self.reuses_prefix, self.salt = reuses_prefix, salt
         self.manager: KVCacheManager
         self.sequence = -1
@@ -70,11 +73,27 @@ class CachedText:
     def tokens(self) -> list[int]:
         """The tokens that must be in the cache before the next one can be chosen, but for the one that is fed
         for it."""
-        return self.prompt + self.answer[:-1]
+        return self.history[:self.length]
 
     @property
     def length(self) -> int:
+        if self._block is not None:  # of a block that isn't complete nothing is kept
+            return self._whole_blocks(len(self.prompt) + len(self.answer))
         return len(self.prompt) + max(0, len(self.answer) - 1)
+
+    @property
+    def prompt_end(self) -> int:
+        """Where in the prompt the answer's first step begins."""
+        return len(self.prompt) if self._block is None else self._whole_blocks(len(self.prompt))
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a chunk ends that begins at ``start`` and may end at ``end``: never within a block."""
+        if self._block is None:
+            return end
+        return max(self._whole_blocks(end), min(start + self._block, self.length))
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return tokens if self._block is None else tokens // self._block * self._block
 
     @property
     def begun(self) -> bool:
@@ -126,8 +145,11 @@ class KVCacheManager:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
+        check_blocks_in(cache, loaded.config.diffusion)
         self._chunk, self._rope = chunk, loaded.config.rope
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
+        if loaded.config.diffusion is not None:  # a block whose keys aren't there yet, and the next one
+            self._ahead = 2 * loaded.config.diffusion.block_size
         self.invariant = model.chunk_invariant(cache)
         self.supports_mixed_batches = model.supports_mixed_batches and self.invariant
         self.supports_batched_prefill = model.supports_batched_prefill and self.invariant
@@ -295,14 +317,14 @@ class KVCacheManager:
         again in chunks; one token at a time where results depend on that.
         """
         start = text.computed_tokens
-        length = len(text.prompt)
+        length = text.prompt_end
         total = text.length
         if start >= length:
             interval = self.cache.policy.decode_interval
             if not self.drafts:
                 return start + 1
             steps = limit if interval is None else interval - (start - length) % interval
-            return min(total, start + limit, start + steps)
+            return text.chunk_end(start, min(total, start + limit, start + steps))
         boundary = (start // self._chunk + 1) * self._chunk
         if not self.invariant:
             return min(length, boundary)
@@ -312,7 +334,7 @@ class KVCacheManager:
             end = min(end, boundary)
         if keeps_states and start < (last := _last_block(text)):
             end = min(end, last)
-        return end
+        return text.chunk_end(start, end)
 
     def advance(self, text: CachedText, end: int, is_awaited: bool) -> None:
         """A chunk went through the model: keep what another text can begin with. Blocks can be kept at the
@@ -323,7 +345,7 @@ class KVCacheManager:
             is_awaited: whether another request waits for its prompt.
         """
         text.computed_tokens = end
-        if self.prefixes is None or end >= len(text.prompt):
+        if self.prefixes is None or end >= text.prompt_end:
             return
         if is_awaited if self.cache.divisible else (end % self._chunk == 0 or end == _last_block(text)):
             self.keep_prefix(text)
@@ -352,7 +374,7 @@ class KVCacheManager:
         there is no answer yet."""
         if self.prefixes is None or not text.reuses_prefix:
             return None
-        limit, names = len(text.prompt) - 1, self._names(text)
+        limit, names = text.prompt_end - 1, self._names(text)
         if text.answer and self.cache.divisible and self.drafts:
             limit = text.length
             names = text.block_names = block_names(self._marked(text)[:limit], names, self._salt(text))
@@ -388,6 +410,17 @@ class KVCacheManager:
         if self.prefixes is not None:
             self.prefixes.release(number)
         self.cache.free([number])
+
+
+def check_blocks_in(cache: KVCache, diffusion: BlockDiffusion | None) -> None:
+    """Raises UsageError: with this policy queries would be kept of tokens that aren't known yet, or a block
+    would be cut."""
+    policy = cache.policy
+    if diffusion is not None and (policy.tracks_queries("decode") or (
+            policy.tracks and policy.query_window % diffusion.block_size)):
+        raise UsageError(f"the KV setting {cache.spec} isn't for blocks of {diffusion.block_size} tokens",
+                         why="it looks at queries while an answer is written, or at parts of a block",
+                         next="give --kv int8, or a window")
 
 
 def _last_block(text: CachedText) -> int:

@@ -159,7 +159,9 @@ class ProgramModel(LanguageModel):
 
     def slices(self, batch: Batch, counts: Sequence[int]) -> Iterable[list[RowSlice]]:
         """A batch's tokens as steps of the program."""
-        return slices_of(counts, self.max_rows, block_of(batch.cache, batch.phases), batch.starts)
+        diffusion = self.config.diffusion
+        return slices_of(counts, self.max_rows, block_of(batch.cache, batch.phases), batch.starts,
+                         1 if diffusion is None else diffusion.block_size)
 
     def _rows(self, ids: torch.Tensor) -> Any:
         """``ids [B, T]`` as the program takes them."""
@@ -211,15 +213,16 @@ def reason_against_experts(config: ModelConfig, quantized: Mapping[str, Quantize
     return None
 
 
-def slices_of(counts: Sequence[int], rows: int, block: int | None = None,
-              starts: Sequence[int] = ()) -> Iterable[list[RowSlice]]:
+def slices_of(counts: Sequence[int], rows: int, block: int | None = None, starts: Sequence[int] = (),
+              together: int = 1) -> Iterable[list[RowSlice]]:
     """Cut a batch into steps.
 
     Args:
         counts: tokens of each sequence.
         rows: tokens of a step, at most.
         block: a step has tokens of a sequence from one block of this many positions only.
-        starts: the position of each sequence's first token; needed with ``block``.
+        starts: the position of each sequence's first token; needed with ``block`` or ``together``.
+        together: no block of this number of positions is cut; at most ``rows``.
 
     Yields:
         The slices of a step.
@@ -232,6 +235,12 @@ def slices_of(counts: Sequence[int], rows: int, block: int | None = None,
             size = min(free, count - start)
             if block is not None:
                 size = min(size, block - (starts[sequence] + start) % block)
+            if together > 1 and size < count - start:
+                size = max(0, size - (starts[sequence] + start + size) % together)
+                if not size:
+                    yield step
+                    step, free = [], rows
+                    continue
             step.append(RowSlice(sequence, start, size))
             start, free = start + size, free - size
             if not free or start < count:

@@ -33,11 +33,14 @@ class ModelRunner:
         sizer: decides how long a policy's work at a prompt's end may take while others decode.
         clock: returns the time in seconds.
         speculator: observes hidden states that its drafts go on from.
+        denoised_rows: tokens of a block that a model writes at once, whose logits are needed; ``None``: it
+            writes a token after the other.
     """
 
     def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
-                 clock: Callable[[], float], speculator: Speculator | None = None) -> None:
-        self._speculator = speculator
+                 clock: Callable[[], float], speculator: Speculator | None = None,
+                 denoised_rows: int | None = None) -> None:
+        self._speculator, self._denoised_rows = speculator, denoised_rows
         self._loaded = loaded
         self._chunk = chunk
         self._sizer = sizer
@@ -53,7 +56,7 @@ class ModelRunner:
             step: the chunks, or the policy that goes on.
             decode: the requests that decode.
             awaited: others wait for a token meanwhile.
-            drafts: by a request's id, tokens that may be the next ones.
+            drafts: by a request's id, tokens that may be the next ones, or of blocks that are written.
         """
         output = StepOutput()
         self._awaited, self._deadline = awaited, self._clock() + self._sizer.spare
@@ -83,16 +86,16 @@ class ModelRunner:
     def _needs_own_step(self, request: Request, end: int) -> bool:
         """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
         text, manager = request.kv, request.kv.manager
-        ends = text.computed_tokens < len(text.prompt) == end
-        again = text.computed_tokens >= len(text.prompt)  # it decodes what it had before it was preempted
+        ends = text.computed_tokens < text.prompt_end == end
+        again = text.computed_tokens >= text.prompt_end  # it decodes what it had before it was preempted
         return (not manager.supports_batched_prefill or (again and not manager.supports_mixed_batches)
                 or request.fault.isolated or not text.reuses_prefix
                 or (ends and manager.needs_own_last_chunk))
 
     def _phase(self, request: Request, end: int) -> Phase:
-        if request.kv.computed_tokens >= len(request.prompt):
+        if request.kv.computed_tokens >= request.kv.prompt_end:
             return "decode"  # what it had generated before it was preempted
-        return ("prefill_end" if end == len(request.prompt) else
+        return ("prefill_end" if end == request.kv.prompt_end else
                 "prefill" if end % self._chunk == 0 else "prefill_part")
 
     def _mixed(self, manager: KVCacheManager, rows: Sequence[tuple[Request, int]],
@@ -103,13 +106,15 @@ class ModelRunner:
         wanted: list[int] = []
         for request, end in rows:
             if end < 0:
-                tokens.append([request.result.token_ids[-1], *drafts.get(request.id, ())])
+                last = request.result.token_ids[-1:] if self._denoised_rows is None else ()
+                tokens.append([*last, *drafts.get(request.id, ())])
                 phases.append("decode")
-                wanted.append(len(tokens[-1]))
+                wanted.append(self._denoised_rows or len(tokens[-1]))
             else:
                 tokens.append(request.kv.tokens_between(request.kv.computed_tokens, end))
                 phases.append(self._phase(request, end))
-                wanted.append(end == len(request.prompt) and not request.result.token_ids)
+                wanted.append(self._denoised_rows is None and end == len(request.prompt)
+                              and not request.result.token_ids)
         tentative = [row for row, (request, end) in enumerate(rows) if end < 0 and request.id in drafts]
         try:
             batch = Batch(manager.cache, [request.kv.sequence for request, _ in rows], phases,
@@ -124,7 +129,7 @@ class ModelRunner:
             if end >= 0:
                 output.prompt_tokens += end - request.kv.computed_tokens
                 output.advanced.append((request, end))
-                if end == len(request.prompt):
+                if end == request.kv.prompt_end:
                     output.ended.append(request)
         places = [row for row, wants in enumerate(wanted) if wants]
         if places:
@@ -156,7 +161,7 @@ class ModelRunner:
         model = self._loaded.model
         text = request.kv
         start = request.kv.computed_tokens
-        ends = start < len(text.prompt) == end
+        ends = start < text.prompt_end == end
         try:
             batch = Batch(text.manager.cache, [text.sequence], self._phase(request, end), defers=ends)
             batch.taps = self._taps
@@ -191,7 +196,7 @@ class ModelRunner:
             rows = model(ids, cache=batch)[0]
             request.score_prompt(rows, end)
             return rows[-1]
-        if end == len(request.prompt) and not request.result.token_ids:
+        if end == len(request.prompt) and not request.result.token_ids and self._denoised_rows is None:
             return model(ids, cache=batch, last=torch.tensor([ids.shape[1] - 1]))[0]
         if "decode" in batch.phases:  # as it was decoded before it gave up its pages
             if ids.shape[1]:  # all of it may have been found

@@ -180,6 +180,26 @@ class Sampler:
             return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
 
+    def candidate(self, logits: torch.Tensor, history: Sequence[int]) -> tuple[int, float]:
+        """A token that may stand at a place, and its probability, among those that the filters leave.
+
+        Args:
+            logits, history: see :meth:`__call__`.
+
+        Raises:
+            QuantkitError: the logits hold NaN or infinity.
+        """
+        if greedy(logits) is None:
+            raise not_finite()
+        scores = logits.float().cpu()
+        if self.changes:
+            scores = change_logits(scores, history, self.sampling, self.prompt_tokens)
+        chances = filter_tokens(scores, self.sampling).softmax(-1)
+        token = int(scores.argmax()) if self.sampling.greedy else int(
+            torch.multinomial(chances, 1, generator=self._generator))
+        return token, float(chances[token])
+
+
 def not_finite() -> QuantkitError:
     """There is no token to choose."""
     return QuantkitError("the model's output is not finite", next="--dtype float32",
