@@ -11,6 +11,7 @@ import rich_click as click
 from quantkit.cli.loading import import_large, load_model
 from quantkit.cli.options import (
     TokenCount,
+    blocks_option,
     device_option,
     dtype_option,
     kv_option,
@@ -64,6 +65,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
            "checkpoint's own.)")
 @click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; the text stays the same.")
+@blocks_option
 @trace_option
 @revision_option
 @dtype_option
@@ -73,7 +75,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: tuple[str, ...], draft: str, trace: Path | None, revision: str | None, dtype: str,
+            kv: tuple[str, ...], draft: str, blocks: str | None, trace: Path | None, revision: str | None, dtype: str,
             device: str, verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
@@ -94,17 +96,18 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     import_large("quantkit.api.model")
     from quantkit.api.model import Model, sampling_of
     from quantkit.runtime.core import check_request
+    from quantkit.runtime.denoising import parse_denoising
     from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.engine import Engine
 
     sampling, text = _sampling(ctx, cast("SamplingOptions", options)), _prompt(prompt)
     (setting,) = read_kv(kv, limit=1) or (None,)
-    drafter = parse_drafter(draft)
+    drafter, denoising = parse_drafter(draft), parse_denoising(blocks)
     with open_trace(trace) as trace_file:  # what can't be written is refused before a model is loaded
         loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
         ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
         check_request(loaded, ids, sampling_of(sampling))
-        engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, drafter=drafter,
+        engine = Engine(loaded, kv=setting, max_batch=1, max_queue=1, drafter=drafter, denoising=denoising,
                         context=len(ids) + sampling["max_tokens"])
         if trace_file is not None:
             trace_file.add(model, engine)
@@ -181,9 +184,12 @@ class StreamedText:
 
 def _figures(done: Completion, timing: Timing, sampling: SamplingOptions) -> str:
     rate = _decode_rate(timing)
-    speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
+    read = f" ({timing.prefill_tokens / timing.prefill_s:.0f} a second)" if timing.prefill_s else ""
+    speed = [f"{done.prompt_tokens} tokens in{read}",
              f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if rate else "")]
-    if done.drafted_tokens:
+    if done.denoising_steps:
+        speed.append(f"{len(done.token_ids) / done.denoising_steps:.1f} tokens a step")
+    elif done.drafted_tokens:
         speed.append(f"{done.accepted_tokens} of {done.drafted_tokens} drafted tokens right")
     why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came",
            "cancelled": "it was cancelled"}
@@ -207,7 +213,9 @@ def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: Sam
             "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
             "completion_tokens": len(done.token_ids), "drafted_tokens": done.drafted_tokens,
             "accepted_tokens": done.accepted_tokens,
-            "prefill_tok_s": timing.prefill_tokens / timing.prefill_s, "decode_tok_s": _decode_rate(timing),
+            "denoising_steps": done.denoising_steps,
+            "prefill_tok_s": timing.prefill_tokens / timing.prefill_s if timing.prefill_s else None,
+            "decode_tok_s": _decode_rate(timing),
             "sampling": dataclasses.asdict(sampling_of(sampling)),
             "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),
                          "device": str(loaded.model.device), "threads": torch.get_num_threads(),

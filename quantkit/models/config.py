@@ -69,13 +69,13 @@ class BlockDiffusion:
     Attributes:
         block_size: tokens of a block; the first block begins with a text's first token.
         mask_token: the id that stands for a token that isn't known yet.
-        threshold: a step also commits tokens that are likelier; 1: none.
+        confidence: a step also commits tokens that are likelier; 1: none.
         even: a block's tokens are shared out evenly among the steps that are left, as dLLM does.
     """
 
     block_size: int
     mask_token: int
-    threshold: float = 1.0
+    confidence: float = 1.0
     even: bool = False
 
 

@@ -143,7 +143,7 @@ def _parse_sdar(config: Mapping[str, Any]) -> ModelConfig:
     many as ``block_size`` says."""
     reader = _reader(config, "sdar", ("mlp_bias", "use_sliding_window"))
     diffusion = BlockDiffusion(reader.integer("block_size", 4), reader.integer("mask_token_id", 151_669),
-                               threshold=0.85)
+                               confidence=0.85)
     return _qwen3(reader, "sdar", diffusion=diffusion, ignored=SDAR_TRAINING)
 
 

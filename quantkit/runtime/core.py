@@ -106,7 +106,9 @@ class Completion:
         stop_string: the stop string that ended it.
         cached_tokens: prompt tokens whose keys and values were there already.
         embedding: the prompt's embedding, float32 ``[hidden]``, if requested.
-        drafted_tokens, accepted_tokens: tokens that were drafted for it, and those of them that were right.
+        drafted_tokens, accepted_tokens: tokens that were drafted for it, and those of them that were right;
+            where blocks are written, masks that steps saw, and tokens that they committed.
+        denoising_steps: the number of steps that wrote its blocks; 0: it was written token by token.
     """
 
     prompt_tokens: int
@@ -119,6 +121,13 @@ class Completion:
     embedding: torch.Tensor | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    denoising_steps: int = 0
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of drafts that were right, and that were in vain."""
+        right = self.accepted_tokens
+        return (0, 0) if self.denoising_steps else (right, self.drafted_tokens - right)
 
 
 class Pooler:

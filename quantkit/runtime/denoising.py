@@ -13,42 +13,48 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 
 from quantkit.models.config import BlockDiffusion
 from quantkit.ops.rows import one_thread
 from quantkit.runtime.core import NextLogits, Request, TokenResult
 from quantkit.runtime.drafting.base import Drafter
 from quantkit.runtime.loader import LoadedModel
+from quantkit.support.call_text import made_with, named_options, read_call
 from quantkit.support.errors import QuantkitError, UsageError
+from quantkit.support.frozen import Frozen
 
 
-@dataclass(frozen=True)
-class Denoising:
+class Denoising(Frozen):
     """How blocks are written.
 
     Attributes:
         steps: steps of a block, at most; by default as many as it has tokens.
-        threshold: a step also commits all tokens that are likelier than this; 1: no more than it must.
-
-    Raises:
-        UsageError: a number is out of range.
+        confidence: a step also commits all tokens that are likelier than this; 1: no more than it must. By
+            default as the family says.
     """
 
-    steps: int | None = None
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise UsageError(f"a block has {self.steps} steps", why="it must have at least 1")
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise UsageError(f"the threshold of what is committed is {self.threshold}",
-                             why="it is a probability above 0, at most 1")
+    steps: int | None = Field(default=None, ge=1)
+    confidence: float | None = Field(default=None, gt=0, le=1)
 
     def of(self, diffusion: BlockDiffusion) -> tuple[int, float]:
-        """Steps and threshold for a model."""
+        """Steps and confidence for a model."""
         size = diffusion.block_size
         steps = size if self.steps is None else min(self.steps, size)
-        return steps, diffusion.threshold if self.threshold is None else self.threshold
+        return steps, diffusion.confidence if self.confidence is None else self.confidence
+
+
+def parse_denoising(text: str | None) -> Denoising | None:
+    """Read ``2``, ``confidence=0.9`` or ``steps=2, confidence=0.9``. Raises UsageError: it can't be read, or
+    a number is out of range."""
+    if text is None:
+        return None
+    hint = 'quantkit generate MODEL PROMPT --blocks "steps=2, confidence=0.9"'
+    _, written = read_call(f"blocks({text})", hint)
+    options: dict[str, object] = dict(named_options(written, "steps", text, hint))
+    if isinstance(options.get("confidence"), int):
+        options["confidence"] = float(str(options["confidence"]))
+    return made_with(Denoising, options, "writing of blocks", "docs/block-diffusion.md", hint)
 
 
 @dataclass
@@ -76,7 +82,7 @@ class Denoiser:
 
     def __init__(self, diffusion: BlockDiffusion, denoising: Denoising) -> None:
         self._size, self._mask = diffusion.block_size, diffusion.mask_token
-        self._steps, self._threshold = denoising.of(diffusion)
+        self._steps, self._confidence = denoising.of(diffusion)
         self._even = diffusion.even
         self._canvases: dict[int, _Canvas] = {}
 
@@ -141,12 +147,13 @@ class Denoiser:
                 row[self._mask] = torch.finfo(torch.float32).min  # it stands for no token
                 chances[at] = request.sampler.candidate(row, history)
         count = transfer_count(len(masked), canvas.step, self._steps, self._size, self._even)
-        chosen = [at for at in masked if chances[at][1] > self._threshold]
+        chosen = [at for at in masked if chances[at][1] > self._confidence]
         if len(chosen) < count:
             chosen = sorted(masked, key=lambda at: -chances[at][1])[:count]
         for at in chosen:
             canvas.tokens[at] = chances[at][0]
         canvas.step += 1
+        request.result.denoising_steps += 1
         request.result.drafted_tokens += len(masked)
         request.result.accepted_tokens += len(chosen)
         given = canvas.tokens[len(request.kv.history) - canvas.start:]
@@ -185,7 +192,7 @@ def check_blocks(loaded: LoadedModel, drafter: Drafter | None, denoising: Denois
         if denoising is not None:
             raise UsageError(f"{loaded.uri} writes a token after the other",
                              why="it has no blocks to denoise",
-                             next="leave out --block-steps and --confidence")
+                             next="leave out --blocks")
     elif not loaded.model.supports_mixed_batches:
         raise UsageError(f"{name}, and isn't run here", next="run it with --device cpu --dtype auto",
                          why=loaded.fallback_reason or "blocks are written on a CPU only")

@@ -240,8 +240,7 @@ class _Choice:
         if self._called and reason == "stop":
             reason = "tool_calls"
         return TurnEnd(reason, done.stop_string if reason == "stop_string" else None, len(done.token_ids),
-                       self._reasoning, done.cached_tokens, done.accepted_tokens,
-                       done.drafted_tokens - done.accepted_tokens)
+                       self._reasoning, done.cached_tokens, *done.predicted)
 
     def _kept(self, deltas: list[TurnDelta]) -> list[TurnDelta]:
         kept: list[TurnDelta] = []

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.kv.spec import parse_kv
 from quantkit.quantization.run import quantize
-from quantkit.runtime.denoising import Denoiser, Denoising, transfer_count
+from quantkit.runtime.denoising import Denoiser, Denoising, parse_denoising, transfer_count
 from quantkit.runtime.drafting.ngram import NgramDrafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
@@ -92,7 +92,8 @@ def test_each_step_commits_what_a_plain_loop_does(made, monkeypatch, family, ste
         commits.clear()
         prompt = prompt_of(length)
         expected, steps_of = reference(loaded, prompt, GREEDY.max_tokens, steps, threshold)
-        (tokens,), (request,) = run(loaded, [prompt], GREEDY, denoising=Denoising(steps, threshold))
+        denoising = Denoising(steps=steps, confidence=threshold)
+        (tokens,), (request,) = run(loaded, [prompt], GREEDY, denoising=denoising)
         assert tokens == expected
         assert commits == steps_of[:len(commits)] and len(steps_of) - len(commits) < steps
         assert request.result.accepted_tokens == sum(map(len, commits))
@@ -171,6 +172,7 @@ def test_what_blocks_have_not_is_refused(made):
             engine.submit([5, 6], GREEDY, kv=parse_kv(kv))
     with pytest.raises(UsageError, match="no drafts"):
         Engine(loaded, drafter=NgramDrafter())
-    for wrong in ({"steps": 0}, {"threshold": 0.0}, {"threshold": 1.5}):
-        with pytest.raises(UsageError):
-            Denoising(**wrong)
+    for wrong in ("0", "steps=2.5", "confidence=0", "confidence=1.5", "step=2", "2, 3", "confidence=x", "("):
+        with pytest.raises(UsageError, match=r"--blocks|block-diffusion"):
+            parse_denoising(wrong)
+    assert parse_denoising("2, confidence=1") == Denoising(steps=2, confidence=1.0)

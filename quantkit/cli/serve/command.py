@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.options import (
+    blocks_option,
     device_option,
     dtype_option,
     kv_option,
@@ -63,6 +64,7 @@ MAX_KEYS = 2**16
 @click.option("--draft", metavar="DRAFTER", default="none", show_default=True,
               help="Guess tokens that a step confirms: ngram, \"self(CHECKPOINT)\"; answers stay the same. "
                    "Below break-even nothing is drafted.")
+@blocks_option
 @click.option("--replicas", type=click.IntRange(min=1), metavar="N",
               help="Run N copies of the models on Ray: on the cluster that RAY_ADDRESS names, else on "
                    "this machine, whose cores they share; on GPUs one each. A conversation stays with the "
@@ -106,7 +108,7 @@ MAX_KEYS = 2**16
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            draft: str, replicas: int | None, overcommit: bool, max_batch: int | None, max_queue: int,
+            draft: str, blocks: str | None, replicas: int | None, overcommit: bool, max_batch: int | None, max_queue: int,
             scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
             strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, random: str | None,
             trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
@@ -126,6 +128,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         raise UsageError("--random doesn't go with --revision and --verify", why="no weights are read",
                          next="leave out one of them")
     from quantkit.quantization.recipe import load_recipe
+    from quantkit.runtime.denoising import parse_denoising
     from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.serving.address import bind, is_loopback, url
     from quantkit.support.device import find_device
@@ -136,13 +139,14 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                          next="leave out one of them")
     kvs = read_kv(kv)
     parse_drafter(draft)
+    parse_denoising(blocks)
     if random not in (None, "none"):
         load_recipe(random)
     on_gpu = replicas is None and find_device(device).type == "cuda"
     max_batch = max_batch or (64 if on_gpu else 16)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
-                             _bytes("--prefix-cache", prefix_cache), draft, overcommit, max_batch, max_queue,
-                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
+                             _bytes("--prefix-cache", prefix_cache), draft, blocks, overcommit, max_batch,
+                             max_queue,                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
                              None if chat_template is None else _template(chat_template), strict_requests,
                              bare_json_calls, random)
     with bind(host, port, has_key=bool(keys)) as bound, open_trace(trace) as trace_file:

@@ -47,6 +47,7 @@ class ServingOptions:
     kv_memory: int | None
     prefix_cache: int | None
     draft: str
+    blocks: str | None
     overcommit: bool
     max_batch: int
     max_queue: int
@@ -117,6 +118,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
 
     rendering.start()
     import_large("quantkit.runtime.loader")
+    from quantkit.runtime.denoising import parse_denoising
     from quantkit.runtime.drafting.base import parse_drafter
     from quantkit.runtime.engine import Engine, FairLock
     from quantkit.support.device import find_device
@@ -149,7 +151,8 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
                 engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
                                 max_itl=options.max_itl / 1000, prefix_cache=options.prefix_cache,
-                                drafter=drafter, lock=lock)
+                                drafter=drafter,
+                                denoising=parse_denoising(options.blocks), lock=lock)
                 start.take_engine(engine)
                 _tell(loaded, engine, drafter is not None)
             engines.append(engine)

@@ -163,6 +163,6 @@ class CompletionReply(Reply):
         new = 0 if self._silent else sum(len(done.token_ids) for done in ends.values())
         cached = sum(min(ends[i].cached_tokens for i in range(start, start + n))
                      for start in range(0, len(ends), n))
-        right = sum(done.accepted_tokens for done in ends.values())
-        wrong = sum(done.drafted_tokens - done.accepted_tokens for done in ends.values())
-        return completion_usage(TurnUsage(self._prompt_tokens, new, cached, 0, right, wrong))
+        predicted = [done.predicted for done in ends.values()]
+        return completion_usage(TurnUsage(self._prompt_tokens, new, cached, 0,
+                                          *(sum(counts) for counts in zip((0, 0), *predicted))))
