@@ -285,8 +285,14 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
         stages = 3
     options = {"STAGES": stages, "num_warps": 4 if wide else 2}
     # without a bound ptxas gives up registers for occupancy there, and spills
-    bound = family == "blackwell" and not wide and (d <= 64 or k.bits == v.bits == 8)
+    bound = ((family == "blackwell" and not wide and (d <= 64 or k.bits == v.bits == 8))
+             or (family == "ampere" and d > 64 and (k.bits < 4 or not wide)))
     return options | ({"maxnreg": 255} if bound else {})
+
+
+def can_join(family: str, k: SideLayout) -> bool:
+    """Whether :func:`split_kv_kernel` has registers left to join splits."""
+    return family != "blackwell" or k.bits >= 4
 
 
 @dataclass(frozen=True)
@@ -367,7 +373,7 @@ def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
         return out
     hkv = tables.pages.shape[2]
     splits = splits or SplitResults.of(q, hkv, step.longest)
-    few = (splits.m.shape[2] <= FEW and n * hkv <= COUNTERS
+    few = (can_join(family_of(q.device), pages.k.coding) and splits.m.shape[2] <= FEW and n * hkv <= COUNTERS
            and h // hkv * triton.next_power_of_2(d) <= LARGEST)
     common = run_pieces(splits, q, pages, tables, step, layer, scale, window, limit, sinks, softcap,
                         out=out if few else None, sink_scores=sink_scores if few else None)

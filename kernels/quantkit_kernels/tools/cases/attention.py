@@ -292,6 +292,7 @@ def _sinks(given: bool) -> tuple[dict[str, str], dict[str, None]]:
 def _aot_decode(d: int, coding: str, family: str, apart: bool = False, sinks: bool = False,
                 **what: bool) -> AotCase:
     """``apart``: another kernel joins splits."""
+    apart |= not decode_attention.can_join(family, CODINGS[coding][0])
     common = _common(d, coding, family, **what)
     options = decode_attention.options(family, *CODINGS[coding], d)
     pointers = {**common.signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
