@@ -75,8 +75,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: tuple[str, ...], draft: str, blocks: str | None, trace: Path | None, revision: str | None, dtype: str,
-            device: str, verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+            kv: tuple[str, ...], draft: str, blocks: str | None, trace: Path | None, revision: str | None,
+            dtype: str, device: str, verify: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or

@@ -42,8 +42,8 @@ trace_option = click.option(
          "ui.perfetto.dev and chrome://tracing open. It has no texts and no tokens.")
 blocks_option = click.option(
     "--blocks", metavar="OPTIONS",
-    help="How a model writes blocks of tokens, if it does: \"steps=2, confidence=0.9\". (A step for each token; "
-         "what else is committed is the family's.)")
+    help="How a model writes blocks of tokens, if it does: \"steps=2, confidence=0.9\". (A step for each "
+         "token; what else is committed is the family's.)")
 HOW = "k and m mean thousands and millions, K and M mean 1,024 and 1,048,576 (as in vLLM)"
 LIMIT = 2**30
 """More tokens than any model reads; larger numbers are slips of the pen."""

@@ -102,8 +102,11 @@ class LayerCache:
 
     def _spans(self, state: LayerState, count: int) -> Iterator[tuple[int, int]]:
         """Cut a step's queries into spans that read the same slots as codes."""
-        cuts = {0, count}
-        if self.store.residual is not None:
+        cuts, diffusion = {0, count}, self.geometry.config.diffusion
+        if self.store.residual is not None and diffusion is not None:
+            size = diffusion.block_size
+            cuts.update(range(size - (state.seen - count) % size, count, size))
+        elif self.store.residual is not None:
             for length in set(state.lengths.tolist()):
                 # the border moves where the slots that a query sees, without the residual, are full pages
                 first = -(length - count + 1 - self.codecs.residual_length) % PAGE

@@ -142,14 +142,24 @@ def _parse_sdar(config: Mapping[str, Any]) -> ModelConfig:
     """SDAR, https://arxiv.org/abs/2510.06303: Qwen3's layers, trained to write blocks of 4 tokens, or of as
     many as ``block_size`` says."""
     reader = _reader(config, "sdar", ("mlp_bias", "use_sliding_window"))
-    diffusion = BlockDiffusion(reader.integer("block_size", 4), reader.integer("mask_token_id", 151_669),
-                               confidence=0.85)
+    diffusion = _blocks(reader, 4, 151_669, confidence=0.85)
     return _qwen3(reader, "sdar", diffusion=diffusion, ignored=SDAR_TRAINING)
 
 
+def _blocks(reader: ConfigReader, size: int, mask: int | None, **how: Any) -> BlockDiffusion:
+    """Blocks of ``size`` tokens unless the config says another; ``how`` they are written."""
+    diffusion = BlockDiffusion(reader.integer("block_size", size), reader.integer("mask_token_id", mask),
+                               **how)
+    if PAGE % diffusion.block_size:
+        raise reader.wrong("block_size", diffusion.block_size, f"it must divide {PAGE}, a page of a KV cache")
+    if diffusion.mask_token >= reader.integer("vocab_size"):
+        raise reader.wrong("mask_token_id", diffusion.mask_token, "it must be an id of the vocabulary")
+    return diffusion
+
+
 def _parse_a2d(config: Mapping[str, Any]) -> ModelConfig:
-    """Qwen2 and Qwen3 as dLLM converts them, https://github.com/ZHZisZZ/dllm. Their configs say neither
-    whether they write blocks or whole answers, nor the mask, so that both must have been added."""
+    """Llama, Qwen2 and Qwen3 as dLLM converts them, https://github.com/ZHZisZZ/dllm. Their configs say
+    neither whether they write blocks or whole answers, nor the mask, so that both must have been added."""
     family = str(config["model_type"])
     reader = _reader(config, family, ("mlp_bias", "use_sliding_window"))
     for key in ("block_size", "mask_token_id"):
@@ -157,9 +167,13 @@ def _parse_a2d(config: Mapping[str, Any]) -> ModelConfig:
             raise reader.wrong(key, None, "the config must say it: the model's card tells whether it was "
                                           "trained for blocks (bd3lm, of 32 tokens) or for whole answers "
                                           "(mdlm), which isn't implemented, its tokenizer the mask")
-    diffusion = BlockDiffusion(reader.integer("block_size"), reader.integer("mask_token_id"), even=True)
+    diffusion = _blocks(reader, 32, None, even=True)
     if family == "a2d-qwen3":
         return _qwen3(reader, family, diffusion=diffusion)
+    if family == "a2d-llama":
+        bias = reader.flag("attention_bias")
+        return parse_dense(reader, family, windows=uniform_windows(reader, None), qkv_bias=bias, o_bias=bias,
+                           diffusion=diffusion)
     reader.only("attention_bias", (True,))
     for key in ("sliding_window", "max_window_layers"):  # of windows that there aren't
         reader.raw(key)
@@ -207,6 +221,8 @@ def _parse_qwen2_moe(config: Mapping[str, Any]) -> ModelConfig:
                        experts=experts)
 
 
+PAGE = 64
+"""Blocks don't go across pages of the KV cache."""
 SDAR_TRAINING = ("attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
                  "skip_checkpoint", "use_deepep")
 """Keys of published configs that say how it was trained."""
@@ -335,6 +351,7 @@ MIMO = Architecture("mimo", ("MiMoForCausalLM",), _parse_qwen2)
 QWEN2_MOE = Architecture("qwen2_moe", ("Qwen2MoeForCausalLM",), _parse_qwen2_moe)
 QWEN3 = Architecture("qwen3", ("Qwen3ForCausalLM",), _parse_qwen3)
 SDAR = Architecture("sdar", ("SDARForCausalLM",), _parse_sdar)
+A2D_LLAMA = Architecture("a2d-llama", ("A2DLlamaLMHeadModel",), _parse_a2d)
 A2D_QWEN2 = Architecture("a2d-qwen2", ("A2DQwen2LMHeadModel",), _parse_a2d)
 A2D_QWEN3 = Architecture("a2d-qwen3", ("A2DQwen3LMHeadModel",), _parse_a2d)
 QWEN3_MOE = Architecture("qwen3_moe", ("Qwen3MoeForCausalLM",), _parse_qwen3_moe)

@@ -13,7 +13,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "architectures": {name: f"models.families:{name.upper()}" for name in (
         "gemma2", "gemma3_text", "gpt_oss", "internlm3", "iquestcoder", "llama", "mimo", "ministral",
         "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sdar")} | {
-            f"a2d-{name}": f"models.families:A2D_{name.upper()}" for name in ("qwen2", "qwen3")},
+            f"a2d-{name}": f"models.families:A2D_{name.upper()}" for name in ("llama", "qwen2", "qwen3")},
     "methods": {
         "rtn": "quantization.methods.rounding:RTN", "nf4": "quantization.methods.rounding:NF4",
         "gptq": "quantization.methods.gptq:METHOD", "autoround": "quantization.methods.autoround:METHOD"},

@@ -16,16 +16,16 @@ from quantkit.runtime.loader import load
 from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing import tiny_model
 
-BASES = {"sdar": "qwen3", "a2d-qwen3": "qwen3", "a2d-qwen2": "qwen2"}
+BASES = {"sdar": "qwen3", "a2d-qwen3": "qwen3", "a2d-qwen2": "qwen2", "a2d-llama": "llama"}
 CLASSES = {"sdar": "SDARForCausalLM", "a2d-qwen3": "A2DQwen3LMHeadModel",
-           "a2d-qwen2": "A2DQwen2LMHeadModel"}
-SIZES = {"sdar": 4, "a2d-qwen3": 32, "a2d-qwen2": 8}
+           "a2d-qwen2": "A2DQwen2LMHeadModel", "a2d-llama": "A2DLlamaLMHeadModel"}
+SIZES = {"sdar": 4, "a2d-qwen3": 32, "a2d-qwen2": 8, "a2d-llama": 16}
 MASK = 299
 
 
 def diffusing(folder, family, size, **keys):
     """A tiny model of a family that writes blocks."""
-    if BASES[family] == "qwen2":  # whose heads are as wide as the hidden size says
+    if BASES[family] in ("qwen2", "llama"):  # whose heads are as wide as the hidden size says
         keys = {"num_attention_heads": 2, "num_key_value_heads": 1} | keys
     tiny_model(folder, BASES[family], **keys)
     config = json.loads((folder / "config.json").read_text())
@@ -100,6 +100,7 @@ def test_a_block_may_be_written_again(tmp_path):
 @pytest.mark.parametrize(("change", "words"), [
     ({"block_size": None}, "block_size"), ({"mask_token_id": None}, "mask_token_id"),
     ({"use_sliding_window": True}, "use_sliding_window"), ({"block_size": 0}, "block_size"),
+    ({"block_size": 48}, "divide 64"), ({"mask_token_id": 300}, "vocabulary"),
     ({"noise_schedule": 1}, "noise_schedule")])
 def test_configs_are_read_strictly(tmp_path, change, words):
     folder = diffusing(tmp_path / "m", "a2d-qwen3", 32)

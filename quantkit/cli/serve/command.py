@@ -108,10 +108,10 @@ MAX_KEYS = 2**16
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kv: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            draft: str, blocks: str | None, replicas: int | None, overcommit: bool, max_batch: int | None, max_queue: int,
-            scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float, parse_special: bool,
-            strict_requests: bool, bare_json_calls: bool, chat_template: Path | None, random: str | None,
-            trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
+            draft: str, blocks: str | None, replicas: int | None, overcommit: bool, max_batch: int | None,
+            max_queue: int, scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float,
+            parse_special: bool, strict_requests: bool, bare_json_calls: bool, chat_template: Path | None,
+            random: str | None, trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
             as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
@@ -146,9 +146,9 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     max_batch = max_batch or (64 if on_gpu else 16)
     options = ServingOptions(models, tuple(called), kvs, _bytes("--kv-memory", kv_memory),
                              _bytes("--prefix-cache", prefix_cache), draft, blocks, overcommit, max_batch,
-                             max_queue,                             scheduling_policy, max_itl, parse_special, revision, dtype, device, verify,
-                             None if chat_template is None else _template(chat_template), strict_requests,
-                             bare_json_calls, random)
+                             max_queue, scheduling_policy, max_itl, parse_special, revision, dtype, device,
+                             verify, None if chat_template is None else _template(chat_template),
+                             strict_requests, bare_json_calls, random)
     with bind(host, port, has_key=bool(keys)) as bound, open_trace(trace) as trace_file:
         note(f"loading {', '.join(models)}")
         loopback = is_loopback(bound)
