@@ -15,6 +15,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import UsageError
+from quantkit.testing import tiny_model
 from tests.models.test_block_diffusion import MASK, SIZES, diffusing
 
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
@@ -176,3 +177,23 @@ def test_what_blocks_have_not_is_refused(made):
         with pytest.raises(UsageError, match=r"--blocks|block-diffusion"):
             parse_denoising(wrong)
     assert parse_denoising("2, confidence=1") == Denoising(steps=2, confidence=1.0)
+
+
+def test_commands_write_blocks_or_say_why_not(cli, tmp_path):
+    folder = diffusing(tmp_path / "m", "sdar", 4)
+    written = cli("generate", folder, "Once upon", "-n", "12", "--ignore-eos", "--blocks", "steps=2")
+    assert written.exit_code == 0 and "tokens a step" in written.stderr
+    # less than a block
+    assert cli("generate", folder, "O", "-n", "3", "--ignore-eos", "--quiet").exit_code == 0
+    for arguments, words in ((("eval", folder), "stands at a mask"),
+                             (("eval-long", folder), "stands at a mask"),
+                             (("generate", folder, "x", "--draft", "ngram"), "no drafts"),
+                             (("generate", folder, "x", "--blocks", "steps=0"), "blocks"),
+                             (("quantize", folder, "--recipe", "int8-gptq", "--calibration", "self", "--out",
+                               tmp_path / "out"),
+                              "its own calibration text")):
+        refused = cli(*arguments)
+        assert refused.exit_code and words in refused.stderr.replace("\n", " ")
+    plain = tiny_model(tmp_path / "plain")
+    refused = cli("generate", plain, "x", "--blocks", "2")
+    assert refused.exit_code and "token after the other" in refused.stderr

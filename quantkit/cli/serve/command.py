@@ -111,8 +111,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             draft: str, blocks: str | None, replicas: int | None, overcommit: bool, max_batch: int | None,
             max_queue: int, scheduling_policy: SchedulingPolicy, max_itl: float, drain_timeout: float,
             parse_special: bool, strict_requests: bool, bare_json_calls: bool, chat_template: Path | None,
-            random: str | None, trace: Path | None, revision: str | None, dtype: str, device: str, verify: bool,
-            as_json: bool) -> None:
+            random: str | None, trace: Path | None, revision: str | None, dtype: str, device: str,
+            verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are

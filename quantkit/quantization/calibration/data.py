@@ -100,6 +100,10 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
     check_length(spec, outline.context)
     tokenizer = Tokenizer(source.side_files(), config)
     if spec.self_written:
+        if (known := outline.known_config) is not None and known.diffusion is not None:
+            raise CalibrationError("a model that writes blocks doesn't write its own calibration text",
+                                   why="its logits say what stands at a mask, not what comes next",
+                                   next="--calibration builtin, or a recipe such as int4")
         form = WritingPrompt.of(tokenizer)  # raises where it can't
         if strict and form.fallback:
             raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
