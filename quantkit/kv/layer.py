@@ -133,8 +133,8 @@ class LayerCache:
     def _visibility(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> Visibility:
         limit, sinks = self.policy.visible or (None, 0)
         diffusion = self.geometry.config.diffusion
-        queries = queries if diffusion is None else block_ends(queries, diffusion.block_size)
-        return Visibility(queries, keys, window, limit, sinks)
+        ends = None if diffusion is None else block_ends(queries, diffusion.block_size)
+        return Visibility(queries, keys, window, limit, sinks, ends)
 
     def end_step(self, state: LayerState, count: int, phase: Phase) -> bool:
         """Note that a step of ``count`` tokens is done; returns whether the policy is to act now."""

@@ -100,9 +100,13 @@ def reread(cache: KVCache, number: int, model: LanguageModel, tokens: Sequence[i
 def _attention_from(cache: KVCache, fork: int, model: LanguageModel, tokens: Sequence[int],
                     token_budget: Callable[[], int]) -> Generator[int, None, list[torch.Tensor | None]]:
     """Feed ``tokens``; returns float32 ``[Hkv, S]`` for each layer that the policy manages."""
-    start = 0
+    start, diffusion = 0, cache.config.diffusion
     while start < len(tokens):
-        part = tokens[start:start + token_budget()]
+        count = token_budget()
+        if diffusion is not None:  # a block that is cut isn't seen whole by its first tokens
+            seen, size = cache.seen(fork), diffusion.block_size
+            count = max(seen // size + 1, (seen + count) // size) * size - seen
+        part = tokens[start:start + count]
         ids = torch.tensor([part], device=cache.device)
         batch = Batch(cache, [fork], "reread")
         model.hidden(ids, batch.next_positions(len(part)), batch)

@@ -80,8 +80,7 @@ class ForwardContext:
     def seen(self, window: int | None) -> Visibility:
         """Who sees whom among this step's own positions."""
         if window not in self._seen:
-            queries, diffusion = self.positions, self._config.diffusion
-            if diffusion is not None:
-                queries = block_ends(queries, diffusion.block_size)
-            self._seen[window] = Visibility(queries, self.positions, window)
+            diffusion = self._config.diffusion
+            ends = None if diffusion is None else block_ends(self.positions, diffusion.block_size)
+            self._seen[window] = Visibility(self.positions, self.positions, window, ends=ends)
         return self._seen[window]

@@ -39,14 +39,16 @@ class Visibility:
         keys: int64 ``[B, S]``, positions of the keys; −1: an empty slot, seen by nobody.
         window: number of positions seen, the query's own included; ``None``: all.
         limit, sinks: the cache's own window, which sees the first ``sinks`` positions too.
+        ends: int64 ``[B, T]``, the last position that each query sees, by default its own.
 
     Attributes:
         rows: number of queries in a chunk.
     """
 
     def __init__(self, positions: torch.Tensor, keys: torch.Tensor, window: int | None = None,
-                 limit: int | None = None, sinks: int = 0) -> None:
+                 limit: int | None = None, sinks: int = 0, ends: torch.Tensor | None = None) -> None:
         self._positions = positions
+        self._ends = positions if ends is None else ends
         self._keys = keys
         self._window = window
         self._limit, self._sinks = limit, sinks
@@ -66,7 +68,7 @@ class Visibility:
     def _make(self, start: int, dtype: torch.dtype) -> VisibleKeys:
         query = self._positions[:, start: start + self.rows, None]
         key = self._keys[:, None, :]
-        seen = (key <= query) & (key != EMPTY)
+        seen = (key <= self._ends[:, start: start + self.rows, None]) & (key != EMPTY)
         if self._window is not None:
             seen &= key > query - self._window
         if self._limit is not None:

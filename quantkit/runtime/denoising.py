@@ -194,19 +194,25 @@ def check_blocks(loaded: LoadedModel, drafter: Drafter | None, denoising: Denois
                              why="it has no blocks to denoise",
                              next="leave out --blocks")
     elif not loaded.model.supports_mixed_batches:
-        raise UsageError(f"{name}, and isn't run here", next="run it with --device cpu --dtype auto",
+        raise UsageError(f"{name}, and isn't run here", next=f"quantkit plan {loaded.uri} --device cpu",
                          why=loaded.fallback_reason or "blocks are written on a CPU only")
     elif drafter is not None:
         raise UsageError(f"{name}, and takes no drafts", why="all tokens of a block are guessed at once",
                          next="leave out --draft")
 
 
-def check_block_request(scores: bool, pools: bool, constrained: bool) -> None:
-    """Raises UsageError: a request asks for what a model that writes blocks hasn't."""
-    for asked, what, why in (
-            (scores, "log-probabilities", "a token's probability depends on what was committed before it"),
-            (pools, "an embedding", "the model was trained to fill in masks"),
-            (constrained, "a structure or tools", "tokens aren't chosen in their order")):
+def check_block_request(diffusion: BlockDiffusion, prompt: Sequence[int], *, scores: bool, pools: bool,
+                        constrained: bool) -> None:
+    """Raises UsageError: a request asks for what a model that writes blocks hasn't, or holds a mask."""
+    for asked, what, why, cure in (
+            (scores, "log-probabilities", "a token's probability depends on what was committed before it",
+             "leave out logprobs and echo"),
+            (pools, "embeddings", "the model was trained to fill in masks", "ask a model for embeddings"),
+            (constrained, "structured answers and no tool calls that must be",
+             "tokens aren't chosen in their order",
+             'leave out the format, or give "tool_choice": "auto" and tools without "strict"')):
         if asked:
-            raise UsageError(f"a model that writes blocks gives no {what}", why=why,
-                             next="ask another model")
+            raise UsageError(f"a model that writes blocks gives no {what}", why=why, next=cure)
+    if diffusion.mask_token in prompt:
+        raise UsageError(f"token {prompt.index(diffusion.mask_token)} of the prompt is the mask",
+                         why="it stands for a token that isn't known yet", next="leave it out")

@@ -221,8 +221,9 @@ class Engine:
             EngineDeadError: an error has ended the engine's thread.
         """
         check_request(self.loaded, prompt, sampling)
-        if self.denoiser is not None:
-            check_block_request(logprobs is not None or echo, pooling is not None, constraint is not None)
+        if (diffusion := self.loaded.config.diffusion) is not None:
+            check_block_request(diffusion, prompt, scores=logprobs is not None or echo,
+                                pools=pooling is not None, constrained=constraint is not None)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
                           priority, on_token, on_done, on_error, constraint, keep_special, label, cache_salt)
         text = request.kv
@@ -266,7 +267,8 @@ class Engine:
                 "kv_pages_used": sum(pool.used for pool in pools),
                 "kv_pages_shared": sum(pool.shared_pages for pool in pools),
                 "kv_pages_total": sum(pool.total for pool in pools),
-                "drafted": counts.tokens, "accepted": counts.accepted}
+                "drafted": counts.tokens, "accepted": counts.accepted,
+                "block_size": 1 if self.denoiser is None else self.denoiser.rows}
 
     def start(self, on_dead: Callable[[EngineDeadError], None] | None = None) -> None:
         """Step on a thread of its own until :meth:`close`.
@@ -397,8 +399,9 @@ class Engine:
             speculator.times.observe(len(mixed) + sum(map(len, drafts.values())), done - drafted)
         decoded = self._generated - count if drafts else len(mixed)
         self._prompt_tokens += output.prompt_tokens
+        rows = decoded if self.denoiser is None else sum(map(len, drafts.values()))
         self.timing.add(bool(step.chunks or step.deferred), output.prompt_tokens, decoded,
-                        self._clock() - begin)
+                        self._clock() - begin, rows)
         apart: dict[object, list[Request]] = {}
         for request in step.decode:
             if id(request) not in together and not request.done:
@@ -415,7 +418,8 @@ class Engine:
             speculator.times.observe(len(step.decode), self._clock() - begin)
         self.trace.end_step(step, output)
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
-        usual = not (output.acted or drafts)  # its time says what steps take
+        # its time says what steps take; all steps of blocks are alike
+        usual = not (output.acted or (drafts and self.denoiser is None))
         if awaited and usual and (output.prompt_tokens or not (step.chunks or step.deferred)):
             self._sizer.observe(self._clock() - begin, output.prompt_tokens, ahead=launched)
         else:

@@ -145,11 +145,12 @@ class KVCacheManager:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
-        check_blocks_in(cache, loaded.config.diffusion)
+        check_blocks_in(cache, loaded)
         self._chunk, self._rope = chunk, loaded.config.rope
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
-        if loaded.config.diffusion is not None:  # a block whose keys aren't there yet, and the next one
-            self._ahead = 2 * loaded.config.diffusion.block_size
+        if (diffusion := loaded.config.diffusion) is not None:
+            self._ahead = 2 * diffusion.block_size  # a block whose keys aren't there yet, and the next one
+            context = -(-context // diffusion.block_size) * diffusion.block_size
         self.invariant = model.chunk_invariant(cache)
         self.supports_mixed_batches = model.supports_mixed_batches and self.invariant
         self.supports_batched_prefill = model.supports_batched_prefill and self.invariant
@@ -412,15 +413,23 @@ class KVCacheManager:
         self.cache.free([number])
 
 
-def check_blocks_in(cache: KVCache, diffusion: BlockDiffusion | None) -> None:
-    """Raises UsageError: with this policy queries would be kept of tokens that aren't known yet, or a block
-    would be cut."""
-    policy = cache.policy
-    if diffusion is not None and (policy.tracks_queries("decode") or (
-            policy.tracks and policy.query_window % diffusion.block_size)):
-        raise UsageError(f"the KV setting {cache.spec} isn't for blocks of {diffusion.block_size} tokens",
-                         why="it looks at queries while an answer is written, or at parts of a block",
-                         next="give --kv int8, or a window")
+def check_blocks_in(cache: KVCache, loaded: LoadedModel) -> None:
+    """Raises UsageError: blocks can't be written with this KV setting."""
+    policy, diffusion = cache.policy, loaded.config.diffusion
+    if diffusion is None:
+        return
+    size, why = diffusion.block_size, None
+    if policy.tracks_queries("decode"):
+        why = "it looks at queries while an answer is written"
+    elif policy.tracks and policy.query_window % size:
+        why = "it looks at the queries of a part of a block"
+    elif policy.visible is not None and policy.visible[0] < size:
+        why = "its window is shorter than a block"
+    elif not loaded.model.chunk_invariant(cache):
+        why = "there is no kernel for it"
+    if why is not None:
+        raise UsageError(f"the KV setting {cache.spec} isn't for blocks of {size} tokens", why=why,
+                         next=f"give --kv int8, or --kv 'window({max(1024, 4 * size)})'")
 
 
 def _last_block(text: CachedText) -> int:

@@ -179,7 +179,6 @@ class Sampler:
                 return int(scores.argmax())
             return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
-
     def candidate(self, logits: torch.Tensor, history: Sequence[int]) -> tuple[int, float]:
         """A token that may stand at a place, and its probability, among those that the filters leave.
 

@@ -30,7 +30,7 @@ class RequestSpan(NamedTuple):
         tokens: the tokens that were computed (prefill) or that it got (decode).
         cached: tokens before the first chunk behind a wait that the prefix cache had.
         drafted, accepted: tokens that were drafted for it, and those of them that were right, if there was a
-            draft.
+            draft; where it writes blocks, masks before the step, and those of them that it committed.
         reason: why it ended: ``stop``, ``length``, ``cancelled`` or ``error``.
     """
 
@@ -61,7 +61,7 @@ class StepSpan(NamedTuple):
         start, end: seconds of the engine's clock.
         decode_rows: requests behind their prompts.
         prompt_tokens: tokens of prompts that were computed.
-        drafted, accepted: tokens that were drafted, and those of them that were right.
+        drafted, accepted: those of requests.
         tokens: the tokens that requests got.
     """
 
@@ -89,14 +89,15 @@ class Timing:
     decode_tokens: int = 0
     decode_s: float = 0.0
 
-    def add(self, reads: bool, prompt_tokens: int, decoded: int, seconds: float) -> None:
+    def add(self, reads: bool, prompt_tokens: int, decoded: int, seconds: float, rows: int) -> None:
         """Add a step, shared out by tokens where it had both kinds.
 
         Args:
             reads: whether it took prompts further.
             prompt_tokens, decoded: tokens of prompts, and of answers.
+            rows: what was computed for those of answers.
         """
-        share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(reads)
+        share = prompt_tokens / ((prompt_tokens + rows) or 1) if rows else float(reads)
         self.prefill_tokens += prompt_tokens
         self.prefill_s += share * seconds
         self.decode_tokens += decoded
@@ -203,6 +204,9 @@ class Trace:
         tokens, drafted = len(result.token_ids) - state.tokens, result.drafted_tokens - state.drafted
         if not tokens and not drafted:
             return
+        if state.is_waiting:  # the prompt is shorter than a block, and read with it
+            self._add(request, "queue", state.since, start)
+            state.is_waiting = False
         state.tokens += tokens
         self._tokens += tokens
         if not drafted:

@@ -147,7 +147,9 @@ def _check_model(contract: Contract, config: ModelConfig) -> None:
     contract.must(tuple(logits.shape) == (1, TOKENS, config.vocab_size), f"logits are {list(logits.shape)}")
     contract.must(bool(torch.isfinite(logits).all()), "a logit is not finite")
     contract.must(float(logits.std()) > 0, "all logits are equal")
-    for name, cuts in (("one token at a time", list(range(1, TOKENS))), ("whole", []), ("in chunks", [5, 9])):
+    size = 1 if config.diffusion is None else config.diffusion.block_size  # which may not be cut
+    for name, cuts in (("one token or block at a time", list(range(size, TOKENS, size))), ("whole", []),
+                       ("in chunks", sorted({cut // size * size for cut in (5, 9)} - {0}))):
         cache = KVCache(config, None, model.dtype)
         row, parts = cache.add(), []
         for start, stop in zip([0, *cuts], [*cuts, TOKENS]):

@@ -18,7 +18,15 @@ from quantkit.support.errors import UsageError, did_you_mean
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
                           "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+# the last token of the vocabulary stands for those that aren't known
+_BLOCKS: dict[str, Any] = {"block_size": 4, "mask_token_id": 299}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "a2d-llama": {"architectures": ["A2DLlamaLMHeadModel"], **_BLOCKS, "attention_bias": False,
+                  "mlp_bias": False},
+    "a2d-qwen2": {"architectures": ["A2DQwen2LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
+                  "sliding_window": None, "max_window_layers": 2},
+    "a2d-qwen3": {"architectures": ["A2DQwen3LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
+                  "sliding_window": None, "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_GEMMA, "attn_logit_softcapping": 5.0,
                "final_logit_softcapping": 10.0},
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2,
@@ -50,6 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                   "sliding_window": None, "head_dim": 32, "attention_bias": False, "num_experts": 6,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
                   "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "sdar": {"architectures": ["SDARForCausalLM"], **_BLOCKS, "use_sliding_window": False,
+             "sliding_window": None, "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
 }
 SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "Ġ a", "i n", "e r", "Ġt he", "o n", "r e", "Ġ s", "a t", "n d", "Ġ w", "Ġ o", "o u",

@@ -7,6 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.kv.reread import reread
 from quantkit.kv.spec import parse_kv
 from quantkit.quantization.run import quantize
 from quantkit.runtime.denoising import Denoiser, Denoising, parse_denoising, transfer_count
@@ -101,7 +104,7 @@ def test_each_step_commits_what_a_plain_loop_does(made, monkeypatch, family, ste
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kv", ["none", "int8", "int4", "window(12, sinks=2)+int8", "snapkv(0.4, window=32)",
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "window(40, sinks=2)+int8", "snapkv(0.4, window=32)",
                                 "kvzip(0.5)+int4"])
 @pytest.mark.parametrize("family", ["sdar", "a2d-qwen3"])
 def test_blocks_of_several_requests_are_written_side_by_side(made, monkeypatch, kv, family):
@@ -148,6 +151,40 @@ def test_an_answer_ends_where_its_tokens_say(made):
     assert ended == tokens[:tokens.index(end) + 1] and request.result.finish_reason == "stop"
 
 
+def test_a_prompt_is_read_while_others_write(made):
+    """Steps of blocks say how long a step takes, too."""
+    engine = Engine(made("sdar"), kv=parse_kv("int8"), max_batch=4, max_itl=0.05)
+    long = engine.submit(prompt_of(10), dataclasses.replace(GREEDY, max_tokens=100))
+    while not long.result.token_ids:
+        engine.step()
+    late = engine.submit(prompt_of(9), GREEDY)
+    while not late.done:
+        engine.step()
+    assert not long.done
+    engine.close()
+
+
+@torch.inference_mode()
+def test_what_is_kept_of_a_prompt_does_not_depend_on_where_it_is_cut(made):
+    loaded, kept = made("a2d-qwen3", dtype="float32"), []
+    tokens = prompt_of(150)
+    for budget in (512, 17, 45):
+        cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), loaded.dtype)
+        number = cache.add()
+        loaded.model.forward([tokens[:128]], Batch(cache, [number]), [0])
+        for _ in reread(cache, number, loaded.model, tokens[:128], 100, lambda budget=budget: budget):
+            pass
+        kept.append(torch.stack([state.attention_received for state in cache.sequence(number).layers]))
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
+
+
+def test_a_context_that_no_block_divides_is_used_to_its_end(made):
+    loaded = made("a2d-qwen3", max_position_embeddings=100)
+    sampling = dataclasses.replace(GREEDY, max_tokens=20)
+    (tokens,), _ = run(loaded, [prompt_of(80)], sampling, "int8", memory=2_000_000)
+    assert len(tokens) == 20
+
+
 @pytest.mark.parametrize("even", [True, False])
 def test_steps_share_out_a_block(even):
     for size in (4, 8, 32):
@@ -161,16 +198,22 @@ def test_steps_share_out_a_block(even):
             assert masks == 0 and min(counts) > 0
 
 
-def test_what_blocks_have_not_is_refused(made):
+def test_what_blocks_have_not_is_refused(made, monkeypatch):
     loaded = made("sdar")
     engine = Engine(loaded)
     for asked, words in (({"logprobs": 1}, "log-probabilities"), ({"echo": True}, "log-probabilities"),
-                         ({"pooling": "mean"}, "embedding"), ({"constraint": object()}, "structure")):
+                         ({"pooling": "mean"}, "embeddings"), ({"constraint": object()}, "structured")):
         with pytest.raises(UsageError, match=words):
             engine.submit([5, 6], GREEDY, **asked)
-    for kv in ("h2o(24, interval=8)", "tova(20, interval=4)"):
+    with pytest.raises(UsageError, match="token 1 of the prompt is the mask"):
+        engine.submit([5, MASK], GREEDY)
+    for kv in ("h2o(24, interval=8)", "tova(20, interval=4)", "window(3)"):
         with pytest.raises(UsageError, match="blocks of 4 tokens"):
             engine.submit([5, 6], GREEDY, kv=parse_kv(kv))
+    with monkeypatch.context() as patch:  # as with a codec that has no kernel
+        patch.setattr(type(loaded.model), "chunk_invariant", lambda self, cache: False)
+        with pytest.raises(UsageError, match="no kernel for it"):
+            engine.submit([5, 6], GREEDY, kv=parse_kv("int4"))
     with pytest.raises(UsageError, match="no drafts"):
         Engine(loaded, drafter=NgramDrafter())
     for wrong in ("0", "steps=2.5", "confidence=0", "confidence=1.5", "step=2", "2, 3", "confidence=x", "("):
@@ -187,6 +230,7 @@ def test_commands_write_blocks_or_say_why_not(cli, tmp_path):
     assert cli("generate", folder, "O", "-n", "3", "--ignore-eos", "--quiet").exit_code == 0
     for arguments, words in ((("eval", folder), "stands at a mask"),
                              (("eval-long", folder), "stands at a mask"),
+                             (("bench", "decode", folder), "no speed of token after token"),
                              (("generate", folder, "x", "--draft", "ngram"), "no drafts"),
                              (("generate", folder, "x", "--blocks", "steps=0"), "blocks"),
                              (("quantize", folder, "--recipe", "int8-gptq", "--calibration", "self", "--out",

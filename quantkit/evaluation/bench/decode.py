@@ -66,8 +66,13 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
         one isn't measured); speeds are medians with their range.
 
     Raises:
-        UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
+        UsageError: a context doesn't fit the model, it writes blocks, or, without fallback, torch would run
+            something.
     """
+    if loaded.config.diffusion is not None:
+        raise UsageError(f"{loaded.uri} writes blocks, and has no speed of token after token",
+                         why="how fast it is depends on the steps that its blocks take",
+                         next=f"quantkit generate {loaded.uri} PROMPT --blocks steps=4")
     limit = loaded.config.max_position_embeddings
     if (longest := max([*settings.contexts, settings.prompt]) + settings.tokens) > limit:
         raise UsageError(f"a context of {longest} tokens is asked for", why=f"the model was made for {limit}",

@@ -61,8 +61,9 @@ def scratch_bytes(weights: ModelWeights, footprint: Footprint, context: int,
     config = weights.config
     ropes = {config.rope_of(window) for window in config.sliding_windows}
     activations = _program(weights) if weights.fallback_reason is None else _operations(weights, footprint)
+    rows = min(concurrency, DECODE_ROWS) * (1 if config.diffusion is None else config.diffusion.block_size)
     return {"activations": activations,
-            "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
+            "logits": 2 * rows * config.vocab_size * FLOAT,
             "cos and sin": len(ropes) * max(MIN_POSITIONS, 2 * context) * config.head_dim * FLOAT,
             "policy": footprint.acting_bytes,
             "page tables": PAGE_NUMBER_BYTES * footprint.pages(concurrency),

@@ -74,9 +74,10 @@ def test_levels_are_multiplied_as_they_are(kind, has):
     codes = (40 * torch.randn(96, 160, generator=torch.Generator().manual_seed(1))).to(kind)
     w = w8a8.pack(codes, torch.linspace(0.01, 0.02, 96), mode=None if kind == torch.int8 else "e4m3",
                   gated="gated" in has)
-    multiplies, x = products(128 * 160), quantize(torch.randn(131, 160), kind)
+    rows = torch.randn(131, 160, generator=torch.Generator().manual_seed(2))
+    multiplies, x = products(128 * 160), quantize(rows, kind)
     y, ours = multiplies.multiply(x, w, **has), multiply(x, w, **has)
-    assert torch.equal(y, ours) if kind == torch.int8 else torch.allclose(y, ours, atol=1e-6, rtol=1e-6)
+    assert (y - ours).abs().max() <= (0 if kind == torch.int8 else 1e-5 * ours.abs().max())
     last = {name: value[-1:] if name == "residual" else value for name, value in has.items()}
     alone = multiplies.multiply(quantize(torch.ones(131, 160), kind), w, **has)[-1:]
     assert torch.equal(multiplies.multiply(quantize(torch.ones(1, 160), kind), w, **last), alone)
@@ -236,7 +237,7 @@ def test_what_is_captured_at_the_start_serves_for_all_steps(tmp_path, monkeypatc
     loaded = load(str(tiny_model(tmp_path / "m", **SMALL, max_position_embeddings=128)))
     engine = Engine(loaded, kv=parse_kv("int4"), max_batch=3, memory=1 << 20)
     on_device = loaded.model._on_device(engine.cache)
-    assert sum(1 for _ in on_device.warm_up(3, 128)) == 5
+    assert sum(1 for _ in on_device.warm_up(3, 128, 1)) == 5
     decoding, prompts_of = dict(on_device._graphs._graphs), dict(on_device._prompt_graphs._graphs)
     assert {size for size, _ in decoding} == {1, 2, 4} and set(prompts_of) == {16, 128}
     for count in (100, 3, 17):
