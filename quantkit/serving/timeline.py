@@ -33,6 +33,9 @@ class EngineStats(ResponsePart):
     prefix_cache_bytes: Count
     drafted: Count
     accepted: Count
+    block_size: Annotated[int, Field(ge=1, description=(
+        "Tokens of a block, if the model writes blocks: a span's drafted are masks then, accepted what it "
+        "committed."))]
     kv_pages_used: Count
     kv_pages_shared: Annotated[int, Field(ge=0, description=(
         "Pages that several of requests and prefixes hold."))]

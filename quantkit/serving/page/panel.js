@@ -61,6 +61,7 @@ class Panel {
   draw(model) {
     if (!model?.stats) return;
     at("live").classList.toggle("drafts", model.stats.drafted > 0);
+    at("live").classList.toggle("blocks", model.stats.block_size > 1);
     for (const [figure, { value, detail, chart }] of this.cards) {
       const limit = element("small", "", figure.limit?.(model.stats));
       value.replaceChildren(figure.text(model.stats, model), limit);

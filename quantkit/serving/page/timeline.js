@@ -7,8 +7,8 @@ const KINDS = {
   queue: { label: "queued", color: "#999999", top: 9, height: 4 },
   prefill: { label: "prefill chunk", color: "#e69f00", top: 2, height: 18 },
   decode: { label: "decode step", color: "#0072b2", top: 5, height: 12 },
-  accepted: { label: "accepted draft", color: "#009e73", top: 5, height: 12 },
-  rejected: { label: "rejected draft", color: "#d55e00", top: 5, height: 12, hatched: true },
+  accepted: { label: "accepted draft, or committed", color: "#009e73", top: 5, height: 12 },
+  rejected: { label: "rejected draft, or a mask", color: "#d55e00", top: 5, height: 12, hatched: true },
   preempted: { label: "preempted", color: "#cc79a7", top: 1, height: 20 },
   end: { label: "end", color: null, top: 4, height: 14 },
 };
@@ -32,11 +32,11 @@ class Timeline {
 
   legend() {
     for (const [kind, { label, color, height }] of Object.entries(KINDS)) {
-      const drafts = ["accepted", "rejected"].includes(kind) ? "of-drafts" : "";
+      const divides = ["accepted", "rejected"].includes(kind) ? "of-steps" : "";
       const swatch = element("span", "swatch swatch-" + kind);
       swatch.style.height = height + "px";
       swatch.style.color = color ?? "var(--ink)";
-      at("legend").append(element("li", drafts, swatch, label));
+      at("legend").append(element("li", divides, swatch, label));
     }
   }
 
@@ -115,19 +115,23 @@ class Timeline {
       this.hits.push({ request, span, left, right: Math.max(right, left + 2), top: y, bottom: y + ROW });
       if (right - left < 1 && Math.floor(left) === drawn && span.kind === "decode" && !span.drafted) continue;
       drawn = Math.floor(left);
-      this.bar(span, left, Math.max(1, right - left), y);
+      this.bar(span, left, Math.max(1, right - left), y, this.blocks(request));
     }
   }
 
-  bar(span, left, width, y) {
+  // Whether the model writes blocks: then drafted tokens are masks, and accepted ones were committed.
+  blocks(request) { return (this.trace.of(request.model).stats?.block_size ?? 1) > 1; }
+
+  bar(span, left, width, y, blocks) {
     const gap = width > 4 ? 1 : 0;
     if (span.kind === "preempted" || span.kind === "end") return this.fill(span.kind, left - 1, 2, y);
     if (span.kind !== "decode" || !span.drafted) return this.fill(span.kind, left, width - gap, y);
     // a step's bar is divided by what became of its tokens: the model's own, accepted and rejected drafts
-    const cells = span.drafted + 1, size = (width - gap) / cells, accepted = span.accepted * size;
-    this.fill("decode", left, size, y);
-    this.fill("accepted", left + size, accepted, y);
-    this.fill("rejected", left + size + accepted, width - gap - size - accepted, y);
+    const size = (width - gap) / (span.drafted + (blocks ? 0 : 1)), accepted = span.accepted * size;
+    const own = blocks ? 0 : size;
+    this.fill("decode", left, own, y);
+    this.fill("accepted", left + own, accepted, y);
+    this.fill("rejected", left + own + accepted, width - gap - own - accepted, y);
   }
 
   fill(kind, left, width, y) {
@@ -230,20 +234,21 @@ class Timeline {
     if (!hit) return;
     const { request, span } = hit;
     const name = `${request.model}, ${nameOf(request)}`;
-    tip.textContent = [this.label(request), name, described(span)].join("\n");
+    tip.textContent = [this.label(request), name, described(span, this.blocks(request))].join("\n");
     tip.style.top = (y > 90 ? y - tip.offsetHeight - 8 : y + 16) + "px";
     tip.style.left = Math.max(0, Math.min(x - 20, this.width - tip.offsetWidth - 4)) + "px";
   }
 }
 
-function described(span) {
+function described(span, blocks) {
   const name = { end: "ended: " + span.reason, preempted: "preempted" }[span.kind];
   if (name) return `${name} at ${span.start.toFixed(3)} s`;
   const time = `${seconds(span.end - span.start)} from ${span.start.toFixed(3)} s`;
   const parts = [`${KINDS[span.kind].label}, ${time}`];
   if (span.tokens !== undefined) parts.push(count(span.tokens, "token"));
   if (span.cached) parts.push(span.cached + " from the prefix cache");
-  if (span.drafted) parts.push(`${span.accepted} of ${count(span.drafted, "draft")} accepted`);
+  if (span.drafted && blocks) parts.push(`${span.accepted} of ${count(span.drafted, "mask")} committed`);
+  else if (span.drafted) parts.push(`${span.accepted} of ${count(span.drafted, "draft")} accepted`);
   return parts.join("\n");
 }
 

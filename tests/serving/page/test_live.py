@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.runtime.drafting.base import parse_drafter
+from quantkit.runtime.loader import load
+from tests.models.test_block_diffusion import diffusing
 
 from .conftest import ask, playwright, send
 
@@ -79,11 +81,24 @@ def test_drafts_are_hidden_where_nothing_drafts(live, visit, eventually):
     ask(page, "the cat the cat the cat")
     show(page, eventually, 1)
     expect(page.locator("#figure-rate")).to_be_visible()
-    for name in ("#figure-drafts", "#requests .of-drafts", "#legend .of-drafts"):
+    for name in ("#figure-drafts", "#requests .of-drafts", "#legend .of-steps"):
         expect(page.locator(name).locator("visible=true")).to_have_count(0)
     page.evaluate("trace.watch(false); trace.models.get('tiny').stats.drafted = 1; drawLive('')")
-    for name, number in (("#figure-drafts", 1), ("#requests .of-drafts", 2), ("#legend .of-drafts", 2)):
+    for name, number in (("#figure-drafts", 1), ("#requests .of-drafts", 2), ("#legend .of-steps", 2)):
         expect(page.locator(name).locator("visible=true")).to_have_count(number)
+
+
+def test_the_tokens_that_a_step_commits_to_a_block(live, visit, eventually, tmp_path):
+    blocks = load(str(diffusing(tmp_path / "m", "sdar", 4, dtype="float32", max_position_embeddings=512)))
+    page = visit(live(loaded=blocks).url, tokens=40)
+    ask(page, "the cat")
+    show(page, eventually, 1)
+    expect(page.locator("#legend .of-steps").locator("visible=true")).to_have_count(2)
+    for name in ("#figure-drafts", "#requests .of-drafts"):
+        expect(page.locator(name).locator("visible=true")).to_have_count(0)
+    told = page.evaluate("timeline.hits.filter(({ span }) => span.drafted)"
+                         ".map(({ request, span }) => described(span, timeline.blocks(request)))")
+    assert len(told) >= 10 and all(" masks committed" in text or "1 mask committed" in text for text in told)
 
 
 @pytest.mark.parametrize("used, total, half, shown", [
@@ -96,7 +111,7 @@ def test_the_cache_is_told_in_bytes(shared, visit, used, total, half, shown):
              "kv_bytes_per_token": 20, "kv_bytes_per_token_bf16": half}
     page.evaluate("""(stats) => {
       const numbers = { max_batch: 8, running: 0, waiting: 0, preemptions: 0, tokens_generated: 0,
-        prefix_hits: 0, prefix_queries: 0, prefix_cache_bytes: 0, drafted: 0, accepted: 0 };
+        prefix_hits: 0, prefix_queries: 0, prefix_cache_bytes: 0, drafted: 0, accepted: 0, block_size: 1 };
       panel.draw({ stats: { ...numbers, ...stats }, samples: [], firsts: [] });
     }""", stats)
     assert page.locator("#figure-kv .value, #figure-kv .detail").all_text_contents() == shown
