@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.kv.base import PAGE
 from quantkit.models.architecture import Architecture
 from quantkit.models.config import (
     ROUTER_TRAINING,
@@ -151,7 +150,7 @@ def _blocks(reader: ConfigReader, size: int, mask: int | None, **how: Any) -> Bl
     """Blocks of ``size`` tokens unless the config says another; ``how`` they are written."""
     diffusion = BlockDiffusion(reader.integer("block_size", size), reader.integer("mask_token_id", mask),
                                **how)
-    if PAGE % diffusion.block_size:  # blocks don't go across pages
+    if PAGE % diffusion.block_size:
         raise reader.wrong("block_size", diffusion.block_size, f"it must divide {PAGE}, a page of a KV cache")
     if diffusion.mask_token >= reader.integer("vocab_size"):
         raise reader.wrong("mask_token_id", diffusion.mask_token, "it must be an id of the vocabulary")
@@ -222,6 +221,8 @@ def _parse_qwen2_moe(config: Mapping[str, Any]) -> ModelConfig:
                        experts=experts)
 
 
+PAGE = 64
+"""Blocks don't go across pages of the KV cache."""
 SDAR_TRAINING = ("attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
                  "skip_checkpoint", "use_deepep")
 """Keys of published configs that say how it was trained."""

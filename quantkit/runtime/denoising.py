@@ -194,8 +194,9 @@ def check_blocks(loaded: LoadedModel, drafter: Drafter | None, denoising: Denois
                              why="it has no blocks to denoise",
                              next="leave out --blocks")
     elif not loaded.model.supports_mixed_batches:
-        raise UsageError(f"{name}, and isn't run here", next=f"quantkit plan {loaded.uri} --device cpu",
-                         why=loaded.fallback_reason or "blocks are written on a CPU only")
+        raise UsageError(f"{name}, and isn't run here",
+                         why=loaded.fallback_reason or "blocks are written on a CPU only",
+                         next=f"quantkit generate {loaded.uri} PROMPT --device cpu")
     elif drafter is not None:
         raise UsageError(f"{name}, and takes no drafts", why="all tokens of a block are guessed at once",
                          next="leave out --draft")

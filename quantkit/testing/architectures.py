@@ -17,7 +17,7 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.support.errors import UnsupportedModelError
 from quantkit.testing.contract import Contract
-from quantkit.testing.tiny import FAMILIES, random_weights, tiny_config
+from quantkit.testing.tiny import BLOCK_FAMILIES, FAMILIES, random_weights, tiny_config
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Without these nothing can be said about a model's shape."""
@@ -60,7 +60,8 @@ def check_architecture(architecture: Architecture, config: Mapping[str, Any] | N
     contract.must(isinstance(classes, tuple) and bool(classes) and all(
         isinstance(name, str) and name for name in classes), f"classes is {classes!r}, not a tuple of names")
     if config is None:
-        contract.must(architecture.model_type in FAMILIES, "a config of a tiny model is needed")
+        contract.must(architecture.model_type in FAMILIES | BLOCK_FAMILIES,
+                      "a config of a tiny model is needed")
         config = tiny_config(architecture.model_type)
     named = config.get("architectures")
     contract.must(named is None or bool(set(map(str, named)) & set(classes)),

@@ -18,15 +18,7 @@ from quantkit.support.errors import UsageError, did_you_mean
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
                           "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
-# the last token of the vocabulary stands for those that aren't known
-_BLOCKS: dict[str, Any] = {"block_size": 4, "mask_token_id": 299}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "a2d-llama": {"architectures": ["A2DLlamaLMHeadModel"], **_BLOCKS, "attention_bias": False,
-                  "mlp_bias": False},
-    "a2d-qwen2": {"architectures": ["A2DQwen2LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
-                  "sliding_window": None, "max_window_layers": 2},
-    "a2d-qwen3": {"architectures": ["A2DQwen3LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
-                  "sliding_window": None, "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_GEMMA, "attn_logit_softcapping": 5.0,
                "final_logit_softcapping": 10.0},
     "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2,
@@ -58,9 +50,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
                   "sliding_window": None, "head_dim": 32, "attention_bias": False, "num_experts": 6,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
                   "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+# the last token of the vocabulary stands for those that aren't known
+_BLOCKS: dict[str, Any] = {"block_size": 4, "mask_token_id": 299}
+BLOCK_FAMILIES: dict[str, dict[str, Any]] = {
+    "a2d-llama": {"architectures": ["A2DLlamaLMHeadModel"], **_BLOCKS, "attention_bias": False,
+                  "mlp_bias": False},
+    "a2d-qwen2": {"architectures": ["A2DQwen2LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
+                  "sliding_window": None, "max_window_layers": 2},
+    "a2d-qwen3": {"architectures": ["A2DQwen3LMHeadModel"], **_BLOCKS, "use_sliding_window": False,
+                  "sliding_window": None, "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
     "sdar": {"architectures": ["SDARForCausalLM"], **_BLOCKS, "use_sliding_window": False,
              "sliding_window": None, "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
 }
+"""Families that write blocks of tokens."""
 SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "Ġ a", "i n", "e r", "Ġt he", "o n", "r e", "Ġ s", "a t", "n d", "Ġ w", "Ġ o", "o u",
           "e n", "i s", "o r", "Ġ c", "in g", "e s", "e d", "Ġa nd", "i t", "Ġ f", "a n", "Ġ in", "Ġ b",
@@ -81,7 +84,7 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
 
     Args:
         folder: made if missing; files of the same names are overwritten.
-        family: one of :data:`FAMILIES`.
+        family: one of :data:`FAMILIES`, or of those that write blocks: ``sdar``, ``a2d-qwen3`` and so on.
         seed: a number; with the same one the bytes are the same.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         overrides: keys of ``config.json``; ``None`` writes null.
@@ -109,15 +112,16 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
 
 def tiny_config(family: str = "llama", *, dtype: str = "bfloat16", **overrides: Any) -> dict[str, Any]:
     """The ``config.json`` of :func:`tiny_model`. Raises UsageError if the family is unknown."""
-    if family not in FAMILIES:
-        raise UsageError(f"no tiny model of family {family!r}", why=did_you_mean(family, FAMILIES))
+    known = FAMILIES | BLOCK_FAMILIES
+    if family not in known:
+        raise UsageError(f"no tiny model of family {family!r}", why=did_you_mean(family, known))
     return {
         "model_type": family, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": True, "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 3,
         "pad_token_id": 0, "use_cache": True, "initializer_range": 0.02, "attention_dropout": 0.0,
-        **FAMILIES[family], **overrides}
+        **known[family], **overrides}
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:

@@ -256,7 +256,7 @@ def test_the_pieces_are_the_text_up_to_a_stop_string(small, prompt_of, submit):
 def test_stats_count(small, submit):
     engine = Engine(small, max_batch=4, max_queue=9)
     empty = engine.stats()
-    assert empty == dict.fromkeys(empty, 0) | {"max_batch": 4, "max_queue": 9}
+    assert empty == dict.fromkeys(empty, 0) | {"max_batch": 4, "max_queue": 9, "block_size": 1}
     for n in (1, 2, 5):
         submit(engine, 20, Sampling(max_tokens=n, ignore_eos=True))
     assert engine.stats()["waiting"] == 3
