@@ -17,20 +17,10 @@ from quantkit.runtime.memory import scratch
 from quantkit.runtime.memory import weights as weight_memory
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
+from tests.runtime.cpu.test_experts import MIXED
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
          "dtype": "float32"}
-MIXED = """
-name: mixed
-description: experts of one layer in two formats
-rules:
-  - match: "*experts.1.*"
-    method: rtn
-    spec: {bits: 8, granularity: {strategy: channel}}
-  - match: "*experts*"
-    method: rtn
-    spec: {bits: 4, granularity: {strategy: group, size: 32}}
-"""
 
 
 @pytest.fixture
