@@ -15,6 +15,7 @@ from quantkit.api.progress import Progress, reported
 from quantkit.kv.build import check_kv
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.runtime.core import Completion
+from quantkit.runtime.denoising import parse_denoising
 from quantkit.runtime.drafting.base import parse_drafter
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
@@ -310,10 +311,10 @@ class Chat:
                     self.messages = [*messages, {"role": "assistant", "content": answer.result.text}]
 
 
-def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", device: str = "auto",
-         dtype: str = "auto", revision: str | None = None, verify: bool = False, max_batch: int = 8,
-         max_queue: int = WAITING, max_itl: float | None = None, kv_memory: int | None = None,
-         prefix_cache: int | None = None, progress: Progress = True) -> Model:
+def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", blocks: str | None = None,
+         device: str = "auto", dtype: str = "auto", revision: str | None = None, verify: bool = False,
+         max_batch: int = 8, max_queue: int = WAITING, max_itl: float | None = None,
+         kv_memory: int | None = None, prefix_cache: int | None = None, progress: Progress = True) -> Model:
     """Load a model that runs.
 
     Args:
@@ -322,6 +323,7 @@ def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", dev
         kv: how keys and values are kept: ``int8``, ``"snapkv(0.5)+int4"``; by default as the checkpoint says.
         draft: guesses tokens that a step confirms: ``ngram``, ``"self(CHECKPOINT)"``; what is generated stays
             the same.
+        blocks: how a model writes blocks of tokens, if it does: ``"steps=2, confidence=0.9"``.
         device: ``cpu``, ``cuda``, ``cuda:1``; ``auto`` takes a GPU if there is one.
         dtype: dtype of activations and plain weights: ``float32``, ``bfloat16``, ``float16``; ``auto`` is the
             model's own.
@@ -348,13 +350,13 @@ def load(model: str, *, kv: str | KVSpec | None = None, draft: str = "none", dev
     spec = parse_kv(kv) if isinstance(kv, str) else kv
     if spec is not None:
         check_kv(spec)
-    drafter = parse_drafter(draft)
+    drafter, denoising = parse_drafter(draft), parse_denoising(blocks)
     with reported(progress, f"loading {model}", after=2.0) as listener:
         loaded = load_weights(model, revision=revision, dtype=dtype, device=device, verify=verify,
                               progress=listener, loading=listener)
     return Model(loaded, Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue,
                                 max_itl=max_itl, memory=kv_memory, prefix_cache=prefix_cache,
-                                drafter=drafter))
+                                drafter=drafter, denoising=denoising))
 
 
 @contextmanager

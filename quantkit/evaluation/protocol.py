@@ -40,6 +40,8 @@ class Protocol:
         seed: the seed of the bootstrap.
         prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test, as asked for; 0
             if speed was not measured.
+        block: tokens of a block, of models that write blocks: they predict tokens that are masked, and their
+            perplexity is a bound (:mod:`~quantkit.evaluation.quality.blocks`).
         runs: the fewest and the most timed runs that a model really had; 0: no speed is shown, because the
             machine was busy; ``None``: not known.
         quantkit, torch: versions.
@@ -72,6 +74,7 @@ class Protocol:
     gpu: str | None = None
     texts: tuple[tuple[str, str, str, int], ...] = ()
     runs: tuple[int, int] | None = None
+    block: int | None = None
 
     @property
     def stride(self) -> int:
@@ -92,7 +95,8 @@ class Protocol:
     def quality(self) -> dict[str, object]:
         """Everything that decides quality, by name: what the fingerprint is made from."""
         names = ("text_sha256", "tokens_sha256", "window", "stride", "windows", "bos", "dtype")
-        return {name: getattr(self, name) for name in names + (() if self.prompt is None else ("prompt",))}
+        set_ones = tuple(name for name in ("prompt", "block") if getattr(self, name) is not None)
+        return {name: getattr(self, name) for name in names + set_ones}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what follows from it."""
@@ -111,9 +115,12 @@ class Protocol:
         bos = "no BOS" if self.bos == "none" else "a BOS each"
         several = [f"text {name}: {text} (sha256 {digest[:12]}), {windows} windows"
                    for name, text, digest, windows in self.texts]
+        masked = [] if self.block is None else [
+            f"blocks of {self.block}: each token is predicted where it is masked, and perplexity is an upper "
+            "bound"]
         return [*several, f"{f'{len(self.texts)} texts' if self.texts else f'text {self.text}'} "
                 f"(sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
-                f"tokens, no overlap, {bos}, {self.scored} predictions{cached}", *tasks,
+                f"tokens, no overlap, {bos}, {self.scored} predictions{cached}", *masked, *tasks,
                 f"activations {self.dtype}; {speed}",
                 f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
                 f"quantkit {self.quantkit}; fingerprint {self.fingerprint}"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from quantkit.evaluation.keys import EXACT, PER_RUN
+from quantkit.evaluation.keys import EXACT, PER_RUN, WORD_PERPLEXITY
 from quantkit.evaluation.metric_table import MetricInfo, RegisteredMetric, builtin_infos, registered_metrics
+from quantkit.evaluation.metrics import PERPLEXITY
 from quantkit.evaluation.result import EvalResult
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.sweep.assemble import assemble
@@ -49,6 +51,9 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
                        settings.keep) for number, uri in enumerate(uris)]
     settings = measurable(models, settings, announce)
     infos = _infos(settings, registered_metrics())
+    if models[0].config.diffusion is not None:
+        for key, title in ((PERPLEXITY.name, "perplexity bound"), (WORD_PERPLEXITY, "its bound a word")):
+            infos[key] = replace(infos[key], title=title)
     plan = make_plan(models, settings, texts)
     results = measured(plan.measurements, models[0], keep=settings.keep, fresh=settings.fresh,
                        device=settings.device, executor=executor, progress=progress, loading=loading,

@@ -169,15 +169,8 @@ class Sampler:
         if self.sampling.greedy and not (self.on_host or self.changes):
             return best
         with one_thread():
-            scores = logits.float().cpu()
-            if self.changes:
-                scores = change_logits(scores, history, self.sampling, self.prompt_tokens)
-            if self._constraint is not None:
-                scores = _masked(scores, self._constraint)
-            scores = filter_tokens(scores, self.sampling)
-            if self.sampling.greedy:
-                return int(scores.argmax())
-            return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            scores = self._allowed(logits, history)
+            return int(scores.argmax()) if self.sampling.greedy else self._draw(scores.softmax(-1))
 
     def candidate(self, logits: torch.Tensor, history: Sequence[int]) -> tuple[int, float]:
         """A token that may stand at a place, and its probability, among those that the filters leave.
@@ -190,13 +183,22 @@ class Sampler:
         """
         if greedy(logits) is None:
             raise not_finite()
+        scores = self._allowed(logits, history)
+        chances = scores.softmax(-1)
+        token = int(scores.argmax()) if self.sampling.greedy else self._draw(chances)
+        return token, float(chances[token])
+
+    def _allowed(self, logits: torch.Tensor, history: Sequence[int]) -> torch.Tensor:
+        """float32 ``[vocab]`` on the host: what penalties, the constraint and filters make of logits."""
         scores = logits.float().cpu()
         if self.changes:
             scores = change_logits(scores, history, self.sampling, self.prompt_tokens)
-        chances = filter_tokens(scores, self.sampling).softmax(-1)
-        token = int(scores.argmax()) if self.sampling.greedy else int(
-            torch.multinomial(chances, 1, generator=self._generator))
-        return token, float(chances[token])
+        if self._constraint is not None:
+            scores = _masked(scores, self._constraint)
+        return filter_tokens(scores, self.sampling)
+
+    def _draw(self, chances: torch.Tensor) -> int:
+        return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
 def not_finite() -> QuantkitError:

@@ -159,6 +159,17 @@ def test_kv_settings_and_drafts(model):
         quantkit.load(model.loaded.uri, kv="int9", progress=False)
 
 
+def test_how_blocks_are_written(tmp_path):
+    folder, steps = str(tiny_model(tmp_path / "m", "sdar", dtype="float32")), []
+    for blocks in (None, "1"):
+        stream = quantkit.load(folder, blocks=blocks, progress=False).stream("the cat", max_tokens=12)
+        assert "".join(stream) == stream.result.text
+        steps.append(stream.result.denoising_steps)
+    assert steps[1] < steps[0]
+    with pytest.raises(UsageError, match="token after the other"):
+        quantkit.load("synthetic:tiny", blocks="1", progress=False)
+
+
 def test_an_error_is_that_of_its_request(model, monkeypatch):
     """Two streams, of which one fails: who steps the engine has nothing to do with it."""
     fails = model.stream("the cat", max_tokens=20)

@@ -70,6 +70,19 @@ def test_it_serves_says_where_and_ends_when_told(serving, checkpoint):
                                     "messages": [{"role": "user", "content": "Hello"}]}
 
 
+def test_blocks_are_for_the_models_that_write_them(serving, tmp_path, long):
+    written = tiny_model(tmp_path / "written", "sdar", dtype="float32")
+    with serving(written, long, "--blocks", "2") as process:
+        for model in ("written", "long"):
+            answer = process.client.completions.create(model=model, prompt="the cat", max_tokens=9)
+            assert answer.usage.completion_tokens
+        process.child.send_signal(signal.SIGTERM)
+        assert process.ended()[0] == 0
+    other = tiny_model(tmp_path / "other", seed=2)
+    with pytest.raises(UsageError, match="none of these models writes blocks"):
+        main.main(["serve-local", str(long), str(other), "--blocks", "2"], standalone_mode=False)
+
+
 def test_a_signal_lets_streams_reach_their_end(serving, long):
     with serving(long) as process:
         stream = process.ask(**{**ENDLESS, "max_tokens": 600})

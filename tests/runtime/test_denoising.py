@@ -228,8 +228,8 @@ def test_commands_write_blocks_or_say_why_not(cli, tmp_path):
     assert written.exit_code == 0 and "tokens a step" in written.stderr
     # less than a block
     assert cli("generate", folder, "O", "-n", "3", "--ignore-eos", "--quiet").exit_code == 0
-    for arguments, words in ((("eval", folder), "stands at a mask"),
-                             (("eval-long", folder), "stands at a mask"),
+    for arguments, words in ((("eval", folder), "has the mask in it"),
+                             (("eval-long", folder), "isn't asked about long contexts"),
                              (("bench", "decode", folder), "no speed of token after token"),
                              (("generate", folder, "x", "--draft", "ngram"), "no drafts"),
                              (("generate", folder, "x", "--blocks", "steps=0"), "blocks"),

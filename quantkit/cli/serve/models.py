@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli.loading import collector_paused, import_large, load_model
 from quantkit.cli.present import note, show_warning
 from quantkit.cli.serve.memory import MemoryForecast
-from quantkit.support.errors import QuantkitError
+from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.paths import local_path
 from quantkit.support.units import human_bytes
 
@@ -129,6 +129,7 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
         start.take_tokenizer(tokenizer)
 
     spec, drafter = options.kvs[0] if options.kvs else None, parse_drafter(options.draft)
+    denoising = parse_denoising(options.blocks)
     engines = []
     with collector_paused():
         lock = FairLock()
@@ -148,14 +149,16 @@ def load_served(options: ServingOptions) -> list[ServedEngine]:
 
                     loaded = random_model(model, options.random, find_device(options.device), options.dtype)
                     take_tokenizer(start, loaded.tokenizer)
+                ordinary = loaded.config.diffusion is None and len(options.models) > 1
                 engine = Engine(loaded, kv=spec, more_kv=options.kvs[1:], max_batch=options.max_batch,
                                 max_queue=options.max_queue, memory=options.kv_memory,
                                 max_itl=options.max_itl / 1000, prefix_cache=options.prefix_cache,
-                                drafter=drafter,
-                                denoising=parse_denoising(options.blocks), lock=lock)
+                                drafter=drafter, denoising=None if ordinary else denoising, lock=lock)
                 start.take_engine(engine)
                 _tell(loaded, engine, drafter is not None)
             engines.append(engine)
+        if denoising is not None and all(engine.denoiser is None for engine in engines):
+            raise UsageError("none of these models writes blocks", next="leave out --blocks")
         from quantkit.serving.models import ServedEngine
 
         return [ServedEngine(engine, engine.loaded, name, options.parse_special, options.scheduling_policy,

@@ -116,6 +116,10 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     """
     text = load_text(settings.text)
     model = facts_of(uri, settings.revision, settings.dtype, hashed=settings.keep)
+    if model.config.diffusion is not None:
+        raise UsageError(f"{uri} writes blocks, and isn't asked about long contexts",
+                         why="answers are forced token by token there",
+                         next=f"quantkit eval {uri}")
     _check(model, settings)
     specs = [KVSpec(), *(kv for kv in settings.kv or (model.kv,) if kv != KVSpec())]
     items = _items(model, settings, text)

@@ -49,7 +49,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         if last:
             for _ in finish_prompt(loaded.model, batch, ids):
                 pass
-    return _without_codec_fault(logits, cache, row)
+    return without_codec_fault(logits, cache, row)
 
 
 def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], done: int = 0, *,
@@ -76,10 +76,10 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
         steps.append(run(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
         start += room
-    return _without_codec_fault(torch.cat(steps), cache, row)
+    return without_codec_fault(torch.cat(steps), cache, row)
 
 
-def _without_codec_fault(rows: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+def without_codec_fault(rows: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
     """``rows`` as they are. Raises PluginError if they aren't finite and a plugin's codec is to blame."""
     if not (rows < torch.inf).all() and (fault := cache.codec_fault(row)) is not None:
         raise fault
@@ -109,7 +109,7 @@ class TeacherForcedModel:
         prompt: tokens of a window that are its prompt.
 
     Attributes:
-        kv_bytes: allocated when the last window had all its tokens.
+        kv_bytes: allocated when the last window had all its tokens; of one that writes blocks, its pages.
         kv_bytes_per_token: the bytes of codes and scales, all layers and heads.
     """
 

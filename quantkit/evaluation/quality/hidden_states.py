@@ -11,20 +11,25 @@ import copy
 import io
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from quantkit.evaluation.quality.blocks import MaskedText, begin_text, masked_logits, masked_states
 from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.speed.decoding import weights_in_memory
+from quantkit.kv.cache import KVCache
+from quantkit.kv.spec import KVSpec
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
 Runner = LoadedModel | TeacherForcedModel
+SIDE_BY_SIDE = 8
+"""Windows that go through a model together, if it writes blocks."""
 
 
 class WindowLogits:
@@ -42,10 +47,9 @@ class WindowLogits:
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         """Raises QuantkitError: they aren't finite."""
-        model = self._loaded.model
-        logits = model.logits(self._hidden[part].to(model.device))
+        logits = masked_logits(self._loaded, self._hidden[part])
         if not (logits < torch.inf).all():
-            dtype = str(model.dtype).removeprefix("torch.")
+            dtype = str(self._loaded.dtype).removeprefix("torch.")
             raise QuantkitError(f"{self._loaded.uri} gives logits that are not finite",
                                 why=f"at window {self._number}: {dtype} overflows", next="--dtype float32")
         return logits
@@ -79,9 +83,10 @@ class HiddenStates:
                 folder.mkdir(parents=True, exist_ok=True)
             self._file = _unnamed_file(folder)
         weakref.finalize(self, self._file.close)
-        for number, window in enumerate(tokens):
+        states = states_of(runner, tokens, prompt)
+        for number in range(len(tokens)):
             progress(ProgressEvent(number, len(tokens), label_of(runner)))
-            rows = hidden_of(runner, window, prompt).cpu().contiguous()
+            rows = next(states).cpu().contiguous()
             with _writing(folder):
                 self._file.write(rows.view(torch.uint8).numpy().data)
                 self._file.flush()
@@ -118,12 +123,33 @@ def label_of(runner: Runner) -> str:
 
 
 @torch.inference_mode()
-def hidden_of(runner: Runner, window: torch.Tensor, prompt: int) -> torch.Tensor:
-    """What the last layer leaves of a window, ``[T, hidden]``, where it predicts the tokens behind the prompt
-    and its first one."""
+def states_of(runner: Runner, tokens: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    """What the last layer leaves of each window, ``[T, hidden]``, where it predicts the tokens behind the
+    prompt and its first one.
+
+    Raises:
+        UsageError: the model writes blocks, and can't with this KV setting or on this device.
+    """
+    if model_of(runner).config.diffusion is not None:
+        for part in tokens.split(SIDE_BY_SIDE):
+            yield from _states_of_blocks(runner, part.tolist(), prompt)
+        return
+    for window in tokens:
+        if isinstance(runner, TeacherForcedModel):
+            yield runner.hidden(window)[:-1]
+        else:
+            yield runner.model.hidden(window[None].to(runner.model.device))[0, prompt:-1]
+
+
+def _states_of_blocks(runner: Runner, windows: Sequence[Sequence[int]], prompt: int) -> list[torch.Tensor]:
+    loaded, forced = model_of(runner), isinstance(runner, TeacherForcedModel)
+    cache = KVCache(loaded.config, runner.kv if forced else KVSpec(), loaded.dtype, loaded.model.device)
+    texts = [MaskedText(begin_text(loaded, cache, ids, 1 + prompt), ids, 1 + prompt) for ids in windows]
+    states = masked_states(loaded, cache, texts)
     if isinstance(runner, TeacherForcedModel):
-        return runner.hidden(window)[:-1]
-    return runner.model.hidden(window[None].to(runner.model.device))[0, prompt:-1]
+        runner.kv_bytes = cache.bytes_of(texts[-1].row)
+        runner.kv_bytes_per_token = cache.bytes_per_token
+    return states
 
 
 def _unnamed_file(folder: Path | None) -> io.BufferedRandom:

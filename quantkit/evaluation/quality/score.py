@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,10 +14,10 @@ from quantkit.evaluation.quality.hidden_states import (
     HiddenStates,
     Runner,
     WindowLogits,
-    hidden_of,
     label_of,
     model_of,
     runner_of,
+    states_of,
 )
 from quantkit.evaluation.quality.window_scores import WindowScores
 from quantkit.models.config import ModelConfig
@@ -127,13 +127,15 @@ def score(models: Sequence[Runner | HiddenStates], tokens: torch.Tensor, progres
     distances = WindowScores([RegisteredMetric(metric, BUILTIN) for metric in (
         Metric(EXACT, KL.score), TOP1, PERPLEXITY)], len(models))
     done, total = 0, len(models) * len(tokens)
+    exact_windows = None if exact is None else _windows(exact, tokens, prompt)
+    candidates = [_windows(model, tokens, prompt) for model in models]
     for number, window in enumerate(tokens):
         targets = window[1 + prompt:]
-        truth = None if exact is None else _logits(exact, window, number, prompt)
+        truth = None if exact_windows is None else next(exact_windows)
         expected = None if reference is None or reference is models[0] else reference.window(number)
         for row, model in enumerate(models):
             progress(ProgressEvent(done, total, label_of(runner_of(model))))
-            logits = _logits(model, window, number, prompt)
+            logits = next(candidates[row])
             expected = expected or logits
             scores.add(row, expected, logits, targets)
             if truth is not None:
@@ -145,7 +147,10 @@ def score(models: Sequence[Runner | HiddenStates], tokens: torch.Tensor, progres
     return scores, None if exact is None else distances
 
 
-def _logits(model: Runner | HiddenStates, window: torch.Tensor, number: int, prompt: int) -> WindowLogits:
+def _windows(model: Runner | HiddenStates, tokens: torch.Tensor, prompt: int) -> Iterator[WindowLogits]:
+    """A model's logits of each window."""
     if isinstance(model, HiddenStates):
-        return model.window(number)
-    return WindowLogits(model_of(model), hidden_of(model, window, prompt), number)
+        return map(model.window, range(len(tokens)))
+    loaded = model_of(model)
+    return (WindowLogits(loaded, states, number)
+            for number, states in enumerate(states_of(model, tokens, prompt)))

@@ -160,7 +160,8 @@ def _protocol(plan: SweepPlan, settings: EvalSettings, quality: Sequence[Sequenc
         torch.get_num_threads(), plan.prompt,
         ", ".join(f"{name} ({count} items)" for name, count in tasks.items()),
         bos="first" if first[0].bos else "none", gpu=gpu_name(find_device(settings.device)),
-        texts=parts if len(parts) > 1 else ())
+        texts=parts if len(parts) > 1 else (),
+        block=None if (diffusion := plan.models[0].config.diffusion) is None else diffusion.block_size)
 
 
 def _combined_hash(hashes: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ from quantkit.runtime.loader import LoadedModel, load
 from quantkit.runtime.memory.weights import of_checkpoint, unquantized
 from quantkit.runtime.modules_model import load_through_modules, plain_source, with_attention
 from quantkit.sources.base import ModelSource, mapped_files
-from quantkit.support.errors import CheckpointError, SourceError, UsageError
+from quantkit.support.errors import CheckpointError, SourceError
 from quantkit.support.paths import local_path
 from quantkit.support.progress import Listener, silent
 from quantkit.text.tokenizer import Tokenizer
@@ -202,10 +202,6 @@ def facts_of(uri: str, revision: str | None = None, dtype: str = "auto", recipe:
         kv = setting_of(opened.manifest.recipe) if isinstance(opened, Checkpoint) else KVSpec()
         identity = _identity(opened) if hashed else None
         quantized = isinstance(opened, Checkpoint | ForeignCheckpoint)
-    if checked.config.diffusion is not None:
-        raise UsageError(f"{uri} writes blocks, and can't be scored",
-                         why="its logits say what stands at a mask, not what comes next",
-                         next=f"quantkit generate {uri} PROMPT")
     parameters = sum(math.prod(shape) for shape in tensor_shapes(checked.config).values())
     return ModelFacts(uri, revision, identity, quantized, checked.config, kv,
                       str(checked.dtype).removeprefix("torch."), parameters, weights.bytes, mapped,

@@ -91,10 +91,12 @@ def measurable(models: Sequence[ModelFacts], settings: EvalSettings,
                announce: Callable[[str], object] = lambda text: None) -> EvalSettings:
     """The settings without what can't be measured of these models, which ``announce`` is told. Raises
     UsageError: what can't be was asked for by name."""
-    other = next((model for model in models if model.through_modules), None)
+    blocks = next((model for model in models if model.config.diffusion is not None), None)
+    other = next((model for model in models if model.through_modules), blocks)
     if other is None:
         return settings
-    kind = f"{other.name} is a {other.config.model_type} model, which {library()} runs here"
+    kind = (f"{other.name} is a {other.config.model_type} model, which {library()} runs here"
+            if other.through_modules else f"{other.name} writes blocks in as many steps as a text needs")
     if settings.peers:
         raise UsageError("--peer can't be used with this model", why=kind, next="leave it out")
     if not other.config.num_heads and (settings.kv or settings.prompt is not None):
@@ -305,6 +307,11 @@ def _check(models: Sequence[ModelFacts], settings: EvalSettings) -> None:
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sizes} tokens",
                          why="KL and top-1 compare the same tokens", next="compare models of one family")
+    if len({model.config.diffusion and model.config.diffusion.block_size for model in models}) > 1:
+        raise UsageError("the models don't write alike", why=", ".join(
+            f"{model.name}: " + ("a token after the other" if model.config.diffusion is None else
+                                 f"blocks of {model.config.diffusion.block_size}") for model in models),
+            next="compare models of one family")
     for model in models:
         context = model.config.max_position_embeddings
         if settings.window > context:
@@ -322,6 +329,10 @@ def _check_texts(models: Sequence[ModelFacts], settings: EvalSettings, texts: Se
     for text in texts:
         content = _content(text, settings)
         ids = windows_of(models[0], content, settings.window, text.windows)
+        diffusion = models[0].config.diffusion
+        if diffusion is not None and (ids == diffusion.mask_token).any():
+            raise UsageError(f"the text {text.text.name} has the mask in it",
+                             why="it stands for a token that isn't known yet", next="--text builtin:code")
         for model in models[1:]:
             if not torch.equal(ids, windows_of(model, content, settings.window, text.windows)):
                 raise UsageError(f"{model.uri} splits the text into other tokens than {models[0].uri}",

@@ -102,11 +102,17 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
         A score for every metric (and filter) of every task.
 
     Raises:
-        UsageError: as :func:`prepare_tasks`; or a prompt that this model's tokenizer can't score.
+        UsageError: as :func:`prepare_tasks`; a prompt that this model's tokenizer can't score; or a task asks
+            what greedy decoding writes, and the model writes blocks.
         QuantkitError: lm-eval is not installed, or the model's output is not finite.
     """
     ready = [task for task in names if isinstance(task, ReadyTask)]
     ready += prepare_tasks([task for task in names if isinstance(task, str)], data=data, limit=limit)
+    greedy = next((task.file.task for task in ready if task.file.output_type == "loglikelihood"), None)
+    if loaded.config.diffusion is not None and greedy is not None:
+        raise UsageError(f"{loaded.uri} writes blocks, and can't be asked {greedy}",
+                         why="whether it would write the answer isn't in its likelihood",
+                         next="leave this task out")
     model = lm_eval_model(loaded, kv=kv, batch=batch, progress=progress)
     results = []
     for task in ready:

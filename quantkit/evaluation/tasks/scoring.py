@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quantkit.evaluation.quality.blocks import MaskedText, begin_text, masked_logits, masked_states
 from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.evaluation.tasks.prefix_plan import Tokens
 from quantkit.evaluation.tasks.prefix_scores import PrefixScorer, Target, token_logprobs
@@ -32,6 +33,9 @@ from quantkit.support.errors import UsageError
 
 BATCH = 64
 """Sequences side by side, unless told otherwise."""
+DRAWS, DRAWN_TOKENS = 8, 64
+"""Of a model that writes blocks: how often a continuation is masked at random, at most; longer ones less
+often, so that about as many tokens are predicted."""
 FORCED = 64
 """Continuation tokens that go through a cache at once, at most."""
 
@@ -46,10 +50,16 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class ScoredContinuation:
-    """Sum of the continuation's log-probabilities (natural), and whether each token was the likeliest."""
+    """Sum of the continuation's log-probabilities (natural), and whether each token was the likeliest. Of a
+    model that writes blocks the first is a bound, estimated: the log-likelihood is at least as much."""
 
     logprob: float
     greedy: bool
+
+
+def _draws(tokens: int) -> int:
+    """How often a continuation is masked: a single token in one way only."""
+    return 1 if tokens == 1 else max(1, min(DRAWS, DRAWN_TOKENS // tokens))
 
 
 @dataclass
@@ -108,13 +118,16 @@ class Scorer:
             return []
         if isinstance(self.loaded.model, ModulesModel):
             return self._score_texts(self.loaded.model, fitted, done)
+        if self.loaded.config.diffusion is not None:
+            return self._score_blocks(fitted, done)
         sharing = PrefixScorer(self.loaded, self.kv, self.batch)
         return (self._score_sharing(sharing, fitted, done) if sharing.takes_back
                 else self._score_cached(fitted, done))
 
     def _fitted(self, requests: Sequence[ScoringRequest]) -> list[ScoringRequest]:
-        """Cut from the left so that all but the last token fit: the last is only predicted."""
-        limit = self.max_length
+        """Cut from the left so that all but the last token fit: the last is only predicted. Blocks are read
+        whole."""
+        limit = self.max_length - (self.loaded.config.diffusion is not None)
         fitted = []
         cut = 0
         for request in requests:
@@ -153,6 +166,37 @@ class Scorer:
             results.append(ScoredContinuation(sum(scores[0]), all(scores[1])))
             done(1)
         return results
+
+    # -- where blocks are written
+
+    def _score_blocks(self, requests: Sequence[ScoringRequest],
+                      done: Callable[[int], None]) -> list[ScoredContinuation]:
+        """A context is read once, then copied for each of its continuations and each choice of masks."""
+        results: dict[int, ScoredContinuation] = {}
+        contexts: dict[Tokens, list[int]] = {}
+        for index, request in enumerate(requests):
+            contexts.setdefault(request.context, []).append(index)
+        cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
+        for context in sorted(contexts, key=lambda ids: (-len(ids), ids)):
+            row = begin_text(self.loaded, cache, context, len(context))
+            masked = [(index, draw) for index in contexts[context]
+                      for draw in range(_draws(len(requests[index].continuation)))]
+            scores: dict[int, list[tuple[float, bool]]] = {}
+            for start in range(0, len(masked), self.batch):
+                part = masked[start:start + self.batch]
+                texts = [MaskedText(cache.fork(row), (*context, *requests[index].continuation), len(context),
+                                    draw) for index, draw in part]
+                for (index, _), states in zip(part, masked_states(self.loaded, cache, texts), strict=True):
+                    logprobs, greedy = self._scores(masked_logits(self.loaded, states), range(len(states)),
+                                                    requests[index].continuation)
+                    scores.setdefault(index, []).append((sum(logprobs), all(greedy)))
+                cache.free([text.row for text in texts])
+            cache.free([row])
+            for index, drawn in scores.items():
+                logprob = sum(logprob for logprob, _ in drawn) / len(drawn)
+                results[index] = ScoredContinuation(logprob, all(greedy for _, greedy in drawn))
+            done(len(scores))
+        return [results[index] for index in range(len(requests))]
 
     # -- where tokens can be taken back
 
