@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_90", "sm_100", "gfx942")
 NOTE = ("regs: a thread; load: bits of the widest;\n"
-        "mma: tensor-core instructions; ins/w: instructions a weight in the loop")
+        "mma: tensor-core instructions; ins/w: instructions a weight in the loop;\n"
+        "loads: in the loop, copies to shared memory below 128 bits + loads of 128 bits")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class AotRow:
     matrix: bool | None
     per_weight: float | None
     faults: tuple[str, ...]
+    loads: tuple[int, int] | None = None
 
 
 def compile_one(name: str, target: str) -> AotRow:
@@ -93,7 +95,7 @@ def judge(case: AotCase, target: str) -> AotRow:
     if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
         faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
     return AotRow(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
-                  per_weight, tuple(faults))
+                  per_weight, tuple(faults), (facts.narrow, facts.wide_loads) if nvidia else None)
 
 
 def _compile(source: Any, target: Any, options: dict[str, Any]) -> tuple[Any, str]:
@@ -131,15 +133,16 @@ def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
 def table(rows: Iterable[AotRow]) -> str:
     """At most 80 columns."""
     lines = [f"{'kernel':<28} {'target':<6} {'regs':>4} {'spills':>6} {'shared':>6} {'load':>4} {'mma':>3} "
-             f"{'ins/w':>5}"]
+             f"{'ins/w':>5} {'loads':>6}"]
     for row in rows:
         if row.registers is None:
             lines.append(f"{row.kernel:<28} {row.target:<6} failed")
         else:
             per = "" if row.per_weight is None else f"{row.per_weight:.2f}"
             matrix = "yes" if row.matrix else "no"
+            loads = "" if row.loads is None else "{}+{}".format(*row.loads)
             lines.append(f"{row.kernel:<28} {row.target:<6} {row.registers:>4} {row.spills:>6} "
-                         f"{row.shared:>6} {row.widest:>4} {matrix:>3} {per:>5}".rstrip())
+                         f"{row.shared:>6} {row.widest:>4} {matrix:>3} {per:>5} {loads:>6}".rstrip())
         lines += [f"  ! {fault}"[:80] for fault in row.faults]
     return "\n".join(lines)
 
