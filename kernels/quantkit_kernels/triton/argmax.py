@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.fragment import family_of
+
 PART = 4096
 """Logits that one program reads."""
 WARPS = 4
@@ -129,5 +131,11 @@ def peaks(logits: torch.Tensor, splits: LogitSplits) -> tuple[torch.Tensor, torc
     value = torch.empty(b, splits.parts, dtype=torch.float32, device=logits.device)
     ids, finite = (torch.empty(b, splits.parts, dtype=torch.int32, device=logits.device) for _ in range(2))
     peak_kernel[(b, splits.parts)](logits, value, ids, finite, logits.stride(0), v, PARTS=splits.parts,
-                                   PART=splits.size, num_warps=WARPS)
+                                   PART=splits.size, **peak_options(family_of(logits.device)))
     return value, ids, finite
+
+
+def peak_options(family: str) -> dict[str, int]:
+    """How the first stage is launched. Without a bound ptxas gives up registers for occupancy there, and
+    spills."""
+    return {"num_warps": WARPS} | ({"maxnreg": 255} if family == "ampere" else {})

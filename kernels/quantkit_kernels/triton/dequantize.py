@@ -191,7 +191,7 @@ def constants(w: TritonWeight) -> dict[str, object]:
     wide = w.words.shape[2] * w.words.element_size() // (16 * lanes)  # warps that load 16 bytes a lane
     warps = min(4 if w.bk <= 64 else 8, 1 << (wide.bit_length() - 1))
     # without a bound ptxas gives up registers for occupancy there, and spills
-    bound = {"maxnreg": 255} if w.family == "blackwell" else {}
+    bound = {"maxnreg": 255} if w.family in ("ampere", "blackwell") else {}
     return {name: value for name, value in every.items() if name in dequantize_kernel.arg_names} | {
         "GATED": w.gated, "PER": TILES, "num_warps": warps} | bound
 

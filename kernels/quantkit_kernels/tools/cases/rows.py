@@ -181,7 +181,7 @@ def aot_cases(family: str) -> Iterator[AotCase]:
     yield from _aot_norms(family)
     yield from _aot_groups(family)
     yield from _aot_rotations()
-    yield from _aot_sampling()
+    yield from _aot_sampling(family)
     floats = ("work_ptr", "corner_ptr", "scale_ptr", "zero_ptr", "level_ptr", "error_ptr")
     steps = ("work_step", "level_step", "error_step")
     for n in (gptq.LONGEST, gptq.LONGEST // 2):
@@ -252,7 +252,7 @@ def _aot_rotations() -> Iterator[AotCase]:
                        {"t_ptr": "*fp32", **factors, "y_ptr": "*bf16"}, {"BACK": False, **mixes})
 
 
-def _aot_sampling() -> Iterator[AotCase]:
+def _aot_sampling(family: str) -> Iterator[AotCase]:
     """Everything in bfloat16, and what reads logits in other dtypes too."""
     cut = argmax.cut(VOCABULARY)
     parts = {"PARTS": cut.parts, "PAD": cut.pad}
@@ -265,7 +265,7 @@ def _aot_sampling() -> Iterator[AotCase]:
         x = POINTERS[dtype]
         yield aot_case(f"argmax peak{label}", argmax.peak_kernel,
                        {"x_ptr": x, **peaks, "step": "i32", "v": "i32"},
-                       {"PARTS": cut.parts, "PART": cut.size, "num_warps": argmax.WARPS},
+                       {"PARTS": cut.parts, "PART": cut.size, **argmax.peak_options(family)},
                        multiples=("step", "v"), wide_loads=1)
         for weighted in (False, True):
             rule = "top-p" if weighted else "top-k"
