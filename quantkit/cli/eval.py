@@ -95,7 +95,7 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     """
     from quantkit.api.evaluate import chosen_settings
     from quantkit.evaluation.gates.check import check_gate, check_planned
-    from quantkit.evaluation.gates.syntax import parse_gate
+    from quantkit.evaluation.gates.syntax import SPEEDS, parse_gate
     from quantkit.evaluation.peers.run import parse_peer
     from quantkit.evaluation.report.folder import check_writable, reporters, write_report
     from quantkit.evaluation.run import check_plot, evaluate
@@ -125,6 +125,8 @@ def command(ctx: click.Context, models: tuple[str, ...], text: str | None, suite
     settings = chosen_settings(
         suite, given, speed=not no_speed, dtype=dtype, device=device, noise_floor=noise_floor,
         revision=revision, keep=out is not None, fresh=fresh, kv=settings_of_kv, peers=peer,
+        needs_speed=next((condition.text for condition in conditions
+                          if condition.key in (*SPEEDS, "peak_bytes")), None),
         plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     if suite and not quiet and not settings.tasks and of_suite(load_suite(suite)).tasks:
         note(f"suite {settings.suite}: its tasks are left out; --task-data DIR says where their data is")

@@ -58,6 +58,8 @@ class Metric:
     - ``"run"``: T is a part of a window, and every token has K statistics, ``[T, K]``, where K is always the
       same. ``of_mean`` makes the value of their means over all tokens: a calibration error, a correlation.
 
+    Of a model that writes blocks, the mask's log-probability is the lowest number that there is.
+
     A score may be infinite, which makes the value infinite; statistics must be finite. NaN is refused.
 
     Attributes:

@@ -33,6 +33,7 @@ class EvalSettings:
         suite: name of the suite that these come from.
         keep: whether what is measured is kept in the user's cache folder and used again.
         fresh: whether what was kept before is measured anew.
+        needs_speed: a condition that needs speed to be measured; it is refused where that can't be.
     """
 
     text: str = BUILTIN
@@ -62,6 +63,7 @@ class EvalSettings:
     suite: str | None = None
     keep: bool = False
     fresh: bool = False
+    needs_speed: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("windows", 1), ("prefill", 1), ("decode", 1), ("repeats", 1),

@@ -145,7 +145,7 @@ class KVCacheManager:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
-        check_blocks_in(cache, loaded)
+        check_blocks_in(cache, loaded.model.chunk_invariant(cache))
         self._chunk, self._rope = chunk, loaded.config.rope
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
         if (diffusion := loaded.config.diffusion) is not None:
@@ -413,9 +413,14 @@ class KVCacheManager:
         self.cache.free([number])
 
 
-def check_blocks_in(cache: KVCache, loaded: LoadedModel) -> None:
-    """Raises UsageError: blocks can't be written with this KV setting."""
-    policy, diffusion = cache.policy, loaded.config.diffusion
+def check_blocks_in(cache: KVCache, has_kernel: bool = True) -> None:
+    """Raises UsageError: blocks can't be written with this KV setting.
+
+    Args:
+        cache: of the model.
+        has_kernel: whether the model's program runs over it.
+    """
+    policy, diffusion = cache.policy, cache.config.diffusion
     if diffusion is None:
         return
     size, why = diffusion.block_size, None
@@ -425,7 +430,7 @@ def check_blocks_in(cache: KVCache, loaded: LoadedModel) -> None:
         why = "it looks at the queries of a part of a block"
     elif policy.visible is not None and policy.visible[0] < size:
         why = "its window is shorter than a block"
-    elif not loaded.model.chunk_invariant(cache):
+    elif not has_kernel:
         why = "there is no kernel for it"
     if why is not None:
         raise UsageError(f"the KV setting {cache.spec} isn't for blocks of {size} tokens", why=why,

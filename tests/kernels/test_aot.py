@@ -56,7 +56,8 @@ def test_names_are_unique_and_short(target):
 
 
 def test_the_table_is_narrow_and_shows_faults():
-    good = aot.AotRow("w4a16 g128 zp m2048 fp16", "gfx942", 255, 1000, 232448, 128, True, 10.25, (), (125, 24))
+    good = aot.AotRow("w4a16 g128 zp m2048 fp16", "gfx942", 255, 1000, 232448, 128, True, 10.25, (),
+                      (125, 24))
     bad = aot.AotRow("x" * 28, "sm_100", None, None, None, None, None, None, ("Error: " + "long " * 40,))
     text = aot.table([good, bad])
     assert max(map(len, text.splitlines())) <= 80

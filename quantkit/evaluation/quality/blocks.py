@@ -14,20 +14,32 @@ is predicted once, and a block takes 1 + 1/2 + … + 1/n steps on average.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantkit.evaluation.quality.feed import prefill, without_codec_fault
+from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import BlockDiffusion
 from quantkit.models.decoder import padded_rows
-from quantkit.runtime.denoising import check_blocks
 from quantkit.runtime.kv_manager import check_blocks_in
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError, UsageError
+
+SIDE_BY_SIDE = 8
+"""Windows that go through a model together, at most."""
+KV_BYTES = 2**29
+"""Keys and values of the texts that go side by side, at most; a single one may take more."""
+CHOICE = 1
+"""The way in which masks are chosen. Measurements are kept by it: raise it when that changes."""
+
+Order = tuple[tuple[int, ...], ...]
+"""A permutation for each block of a text of the tokens that aren't known."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +50,33 @@ class MaskedText:
         row: the number of a sequence that holds the whole blocks of what is known.
         ids: all of its tokens.
         known: the first of them that aren't scored.
-        draw: chooses the permutations, together with the tokens.
+        order: says by its cycles which tokens are masked together.
     """
 
     row: int
     ids: Sequence[int]
     known: int
-    draw: int = 0
+    order: Order
 
 
 def begin_text(loaded: LoadedModel, cache: KVCache, ids: Sequence[int], known: int) -> int:
-    """Begin a sequence and read what is known of a text, up to its last whole block. Returns its number."""
-    check_blocks(loaded, None, None)
-    check_blocks_in(cache, loaded)
+    """Begin a sequence and read what is known of a text, up to its last whole block.
+
+    Returns:
+        The number of the sequence.
+
+    Raises:
+        UsageError: the model can't be scored with this KV setting or on this device.
+    """
     diffusion = blocks_of(loaded)
-    if diffusion.mask_token in ids:
-        raise UsageError(f"token {list(ids).index(diffusion.mask_token)} of a text is the mask",
-                         why="it stands for a token that isn't known yet", next="leave it out")
+    if loaded.model.device.type != "cpu":
+        raise UsageError(f"{loaded.uri} writes blocks, and isn't run here",
+                         why="blocks are read on a CPU only", next="--device cpu")
+    # torch's operators take tokens back too, but for those that they encoded
+    check_blocks_in(cache, not cache.has_residual or loaded.model.chunk_invariant(cache))
     row = cache.add(len(ids))
     if read := known // diffusion.block_size * diffusion.block_size:
-        prefill(loaded, cache, row, ids[:read])
+        prefill(loaded, cache, row, ids[:read], prompt=ids[:known])
     return row
 
 
@@ -75,9 +94,14 @@ def masked_states(loaded: LoadedModel, cache: KVCache, texts: Sequence[MaskedTex
         For each text ``[n, hidden]``, of its tokens that aren't known.
 
     Raises:
+        UsageError: a text has the mask in it.
         PluginError: a plugin's codec makes them not finite.
     """
     diffusion, device = blocks_of(loaded), loaded.model.device
+    for text in texts:
+        if diffusion.mask_token in text.ids:
+            raise UsageError(f"token {list(text.ids).index(diffusion.mask_token)} of a text is the mask",
+                             why="it stands for a token that isn't known yet", next="leave it out")
     steps = [_steps(text, diffusion) for text in texts]
     states = [torch.empty(0)] * len(texts)
     while steps_now := {number: step for number, left in enumerate(steps)
@@ -111,6 +135,31 @@ def blocks_of(loaded: LoadedModel) -> BlockDiffusion:
     return loaded.config.diffusion
 
 
+def side_by_side(cache: KVCache, tokens: int) -> int:
+    """How many texts of so many tokens go through a model together, if memory for keys and values is all that
+    counts."""
+    return max(1, KV_BYTES // (cache.bytes_per_token_16bit * (tokens + PAGE)))
+
+
+def passes_of(diffusion: BlockDiffusion) -> float:
+    """How often each token goes through the model, on average."""
+    return 1 + sum(1 / count for count in range(1, diffusion.block_size + 1))
+
+
+def orders_of(loaded: LoadedModel, ids: Sequence[int], known: int, limit: int) -> list[Order]:
+    """Orders in which a text's tokens are uncovered: all that there are if they are ``limit`` or fewer, else
+    so many, which follow from the tokens alone: every model gets the same."""
+    size = blocks_of(loaded).block_size
+    counts = [min(start + size, len(ids)) - max(start, known)
+              for start in range(known // size * size, len(ids), size)]
+    if math.prod(map(math.factorial, counts)) <= limit:
+        return list(itertools.product(*(itertools.permutations(range(count)) for count in counts)))
+    seed = hashlib.sha256(str(list(ids)).encode()).digest()
+    random = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
+    return [tuple(tuple(torch.randperm(count, generator=random).tolist()) for count in counts)
+            for _ in range(limit)]
+
+
 def cycles(permutation: Sequence[int]) -> list[list[int]]:
     """The cycles of a permutation of 0 … n − 1."""
     left, result = dict(enumerate(permutation)), []
@@ -135,15 +184,11 @@ class _Step:
 
 
 def _steps(text: MaskedText, diffusion: BlockDiffusion) -> Iterator[_Step]:
-    """Masks are chosen by the tokens alone, so that every model gets the same."""
-    seed = hashlib.sha256(f"{text.draw} {list(text.ids)}".encode()).digest()
-    random = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
     size, ids, before = diffusion.block_size, list(text.ids), list[int]()
-    for start in range(text.known // size * size, len(ids), size):
-        block = ids[start:start + size]
-        first = max(start, text.known)
-        count = start + len(block) - first
-        for cycle in cycles(torch.randperm(count, generator=random).tolist()):
+    starts = range(text.known // size * size, len(ids), size)
+    for start, permutation in zip(starts, text.order, strict=True):
+        block, first = ids[start:start + size], max(start, text.known)
+        for cycle in cycles(permutation):
             masked = [first + at for at in cycle]
             canvas = [diffusion.mask_token if start + at in masked else token
                       for at, token in enumerate(block)]

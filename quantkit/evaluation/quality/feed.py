@@ -25,7 +25,7 @@ MOST = 256
 
 
 def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *,
-            ends: bool = True) -> torch.Tensor:
+            ends: bool = True, prompt: Sequence[int] | None = None) -> torch.Tensor:
     """Read prompt tokens in the engine's chunks.
 
     Args:
@@ -34,6 +34,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         row: the number of the sequence in it.
         ids: at least one token.
         ends: the prompt ends here, and policies act; else more of it follows.
+        prompt: what policies read again; by default ``ids``.
 
     Returns:
         Logits ``[1, vocab]`` after the last token.
@@ -47,7 +48,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
                               last=torch.tensor([len(chunk) - 1]))
         if last:
-            for _ in finish_prompt(loaded.model, batch, ids):
+            for _ in finish_prompt(loaded.model, batch, ids if prompt is None else prompt):
                 pass
     return without_codec_fault(logits, cache, row)
 

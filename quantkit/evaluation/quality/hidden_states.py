@@ -11,14 +11,22 @@ import copy
 import io
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from quantkit.evaluation.quality.blocks import MaskedText, begin_text, masked_logits, masked_states
+from quantkit.evaluation.quality.blocks import (
+    SIDE_BY_SIDE,
+    MaskedText,
+    begin_text,
+    masked_logits,
+    masked_states,
+    orders_of,
+    side_by_side,
+)
 from quantkit.evaluation.quality.feed import TeacherForcedModel
 from quantkit.evaluation.speed.decoding import weights_in_memory
 from quantkit.kv.cache import KVCache
@@ -28,8 +36,6 @@ from quantkit.support.errors import QuantkitError
 from quantkit.support.progress import Listener, ProgressEvent, silent
 
 Runner = LoadedModel | TeacherForcedModel
-SIDE_BY_SIDE = 8
-"""Windows that go through a model together, if it writes blocks."""
 
 
 class WindowLogits:
@@ -131,8 +137,7 @@ def states_of(runner: Runner, tokens: torch.Tensor, prompt: int) -> Iterator[tor
         UsageError: the model writes blocks, and can't with this KV setting or on this device.
     """
     if model_of(runner).config.diffusion is not None:
-        for part in tokens.split(SIDE_BY_SIDE):
-            yield from _states_of_blocks(runner, part.tolist(), prompt)
+        yield from _states_of_blocks(runner, tokens, prompt)
         return
     for window in tokens:
         if isinstance(runner, TeacherForcedModel):
@@ -141,15 +146,19 @@ def states_of(runner: Runner, tokens: torch.Tensor, prompt: int) -> Iterator[tor
             yield runner.model.hidden(window[None].to(runner.model.device))[0, prompt:-1]
 
 
-def _states_of_blocks(runner: Runner, windows: Sequence[Sequence[int]], prompt: int) -> list[torch.Tensor]:
-    loaded, forced = model_of(runner), isinstance(runner, TeacherForcedModel)
-    cache = KVCache(loaded.config, runner.kv if forced else KVSpec(), loaded.dtype, loaded.model.device)
-    texts = [MaskedText(begin_text(loaded, cache, ids, 1 + prompt), ids, 1 + prompt) for ids in windows]
-    states = masked_states(loaded, cache, texts)
-    if isinstance(runner, TeacherForcedModel):
-        runner.kv_bytes = cache.bytes_of(texts[-1].row)
-        runner.kv_bytes_per_token = cache.bytes_per_token
-    return states
+def _states_of_blocks(runner: Runner, tokens: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    loaded, known = model_of(runner), 1 + prompt
+    spec = runner.kv if isinstance(runner, TeacherForcedModel) else KVSpec()
+    cache = KVCache(loaded.config, spec, loaded.dtype, loaded.model.device)
+    for part in tokens.split(min(SIDE_BY_SIDE, side_by_side(cache, tokens.shape[1]))):
+        texts = [MaskedText(begin_text(loaded, cache, ids, known), ids, known,
+                            orders_of(loaded, ids, known, 1)[0]) for ids in part.tolist()]
+        states = masked_states(loaded, cache, texts)
+        if isinstance(runner, TeacherForcedModel):
+            runner.kv_bytes = cache.bytes_of(texts[-1].row)
+            runner.kv_bytes_per_token = cache.bytes_per_token
+        cache.free([text.row for text in texts])
+        yield from states
 
 
 def _unnamed_file(folder: Path | None) -> io.BufferedRandom:

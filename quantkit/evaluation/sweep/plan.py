@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.evaluation.keys import PER_RUN
+from quantkit.evaluation.metric_table import builtin_infos
 from quantkit.evaluation.peers.run import PeerSpeedSettings, parse_peer
 from quantkit.evaluation.protocol import cpu_cores, cpu_name
+from quantkit.evaluation.quality.blocks import CHOICE, KV_BYTES, SIDE_BY_SIDE, passes_of
 from quantkit.evaluation.quality.score import windows_of
 from quantkit.evaluation.quality.window_scores import LOGIT_BYTES, LOGITS
 from quantkit.evaluation.settings import EvalSettings
@@ -39,6 +42,7 @@ from quantkit.kv.spec import KVSpec
 from quantkit.models.modules import library
 from quantkit.ops import cpu_machine
 from quantkit.plugins.manager import current
+from quantkit.runtime.kv_manager import check_blocks_in
 from quantkit.runtime.memory.machine import RUNTIME_BYTES
 from quantkit.support.device import find_device, gpu_name
 from quantkit.support.errors import UsageError
@@ -97,6 +101,10 @@ def measurable(models: Sequence[ModelFacts], settings: EvalSettings,
         return settings
     kind = (f"{other.name} is a {other.config.model_type} model, which {library()} runs here"
             if other.through_modules else f"{other.name} writes blocks in as many steps as a text needs")
+    timed = {key for key, info in builtin_infos().items() if info.per == PER_RUN}
+    needs = settings.needs_speed or next((key for key in settings.plot if key in timed), None)
+    if settings.speed and needs is not None:
+        raise UsageError(f"{needs}: speed isn't measured of these models", why=kind, next="leave it out")
     if settings.peers:
         raise UsageError("--peer can't be used with this model", why=kind, next="leave it out")
     if not other.config.num_heads and (settings.kv or settings.prompt is not None):
@@ -186,6 +194,10 @@ def memory_bytes(models: Sequence[ModelFacts], settings: EvalSettings) -> int:
     decoded = reference.weight_bytes if reference.quantized else WEIGHT_BYTES * reference.parameters
     peaks = [decoded + scoring * (not reference.mapped), 2 * exact * WEIGHT_BYTES * reference.parameters]
     peaks += [model.weight_bytes + head + scoring for model in models[1:]]
+    if (config := reference.config).diffusion is not None:  # windows side by side, in the KV cache
+        token = 4 * config.num_layers * config.num_kv_heads * config.head_dim
+        peaks = [peak + max(settings.window * token, min(KV_BYTES, SIDE_BY_SIDE * settings.window * token))
+                 for peak in peaks]
     return RUNTIME_BYTES + max(peaks)
 
 
@@ -199,18 +211,20 @@ def _quality(models: Sequence[ModelFacts], settings: EvalSettings, texts: Sequen
              kv: tuple[str | None, ...], prompt: int | None, base: Mapping[str, Any]) -> list[Measurement]:
     floor: Floor = "all" if settings.noise_floor else "reference" if settings.floor else "none"
     reference, measurements = models[0], []
+    diffusion = reference.config.diffusion
+    masks = {} if diffusion is None else {"masks": CHOICE}
     for number, model in enumerate(models):
         for place, text in enumerate(texts):
             job = QualityJob(reference.ref(settings.dtype, settings.device, decoded=True), kv[0],
                              model.ref(settings.dtype, settings.device, decoded=number == 0), kv,
-                             _content(text, settings),
-                             settings.window, text.windows, prompt, floor)
+                             _content(text, settings), settings.window, text.windows, prompt, floor,
+                             1.0 if diffusion is None else passes_of(diffusion))
             key = {**base, "kind": "quality", "reference": reference.identity, "model": model.identity,
                    "kv": list(map(model.setting, kv)), "reference_kv": reference.setting(kv[0]),
                    "of_reference": job.of_reference, "text": text.text.sha256,
                    "window": settings.window, "windows": text.windows,
                    "prompt": prompt, "floor": floor if number == 0 or floor == "all" else "none",
-                   "metrics": metric_names()}
+                   "metrics": metric_names(), **masks}
             label = f"quality of {model.name}" + (f" on {text.name}" if text.name else "")
             measurements.append(Measurement("quality", label, job, key, Place(number, place)))
     return measurements
@@ -248,10 +262,12 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
            base: Mapping[str, Any]) -> list[Measurement]:
     if not settings.tasks:
         return []
-    from quantkit.evaluation.tasks.run import prepare_tasks
+    from quantkit.evaluation.tasks.run import check_tasks_of_blocks, prepare_tasks
+    from quantkit.evaluation.tasks.scoring import DRAWN_TOKENS, DRAWS
 
     # before any model is loaded: what is missing shows at once
     ready = prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
+    check_tasks_of_blocks(models[0].config, models[0].name, ready)
     asked = [[task.file.model_dump(mode="json"), task.fingerprint] for task in ready]
     base = {**base, "lm_eval": version("lm_eval")}
 
@@ -259,8 +275,9 @@ def _tasks(models: Sequence[ModelFacts], settings: EvalSettings, kv: tuple[str |
                     place: Place) -> Measurement:
         job = TasksJob(model.ref(dtype, settings.device, decoded=place.model == 0), setting, settings.tasks,
                        settings.task_data, settings.limit)
+        masks = {} if model.config.diffusion is None else {"masks": [CHOICE, DRAWS, DRAWN_TOKENS]}
         key = {**base, "dtype": dtype, "kind": "tasks", "model": model.identity, "asked": asked,
-               "kv": model.setting(setting)}
+               "kv": model.setting(setting), **masks}
         return Measurement(kind, label, job, key, place)
 
     measurements = [measurement("tasks", model, setting, settings.dtype, _label("tasks for", model, setting),
@@ -339,7 +356,7 @@ def _check_texts(models: Sequence[ModelFacts], settings: EvalSettings, texts: Se
                                  why="a comparison token by token needs the same tokenizer",
                                  next="compare models of one family")
     for spec in settings.kv:
-        KVCache(models[0].config, spec, FLOATS[models[0].dtype], torch.device("cpu"))
+        check_blocks_in(KVCache(models[0].config, spec, FLOATS[models[0].dtype], torch.device("cpu")))
 
 
 def _prompt_ids(model: ModelFacts, settings: EvalSettings, texts: Sequence[PlannedText]) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ class QualityJob(Job[QualityData]):
         text: content, so far as it is needed.
         window, windows, prompt: see :class:`~quantkit.evaluation.protocol.Protocol`.
         floor: the models whose rows are compared with the reference's weights in float32 arithmetic, too.
+        passes: how often each token goes through a model.
     """
 
     data = QualityData
@@ -89,6 +90,7 @@ class QualityJob(Job[QualityData]):
     windows: int
     prompt: int | None
     floor: Floor = "none"
+    passes: float = 1.0
 
     @property
     def of_reference(self) -> bool:
@@ -113,7 +115,8 @@ class QualityJob(Job[QualityData]):
         return self._pass_seconds(tok_s) * (3 if self.exact else 1)
 
     def _pass_seconds(self, tok_s: float) -> float:
-        return self.window * self.windows * (CACHED if self.prompt is not None else 1.0) / tok_s
+        return self.window * self.windows * self.passes * (
+            CACHED if self.prompt is not None else 1.0) / tok_s
 
     def measure(self, run: JobRun) -> MeasurementResult[QualityData]:
         """Score a model on a text.

@@ -26,6 +26,7 @@ from quantkit.evaluation.tasks.sandbox import regex_filter, remove_all
 from quantkit.evaluation.tasks.score import TaskScore, item_values, score
 from quantkit.evaluation.tasks.scoring import BATCH
 from quantkit.kv.spec import KVSpec
+from quantkit.models.config import ModelConfig
 from quantkit.runtime.loader import LoadedModel
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.progress import Listener, silent
@@ -108,17 +109,22 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
     """
     ready = [task for task in names if isinstance(task, ReadyTask)]
     ready += prepare_tasks([task for task in names if isinstance(task, str)], data=data, limit=limit)
-    greedy = next((task.file.task for task in ready if task.file.output_type == "loglikelihood"), None)
-    if loaded.config.diffusion is not None and greedy is not None:
-        raise UsageError(f"{loaded.uri} writes blocks, and can't be asked {greedy}",
-                         why="whether it would write the answer isn't in its likelihood",
-                         next="leave this task out")
+    check_tasks_of_blocks(loaded.config, loaded.uri, ready)
     model = lm_eval_model(loaded, kv=kv, batch=batch, progress=progress)
     results = []
     for task in ready:
         model.label = f"{task.file.task}, {loaded.label} kv {model.kv}".removesuffix(" kv none")
         results += _run(task, model)
     return results
+
+
+def check_tasks_of_blocks(config: ModelConfig, name: str, tasks: Sequence[ReadyTask]) -> None:
+    """Raises UsageError: a model writes blocks, and a task asks what greedy decoding would write."""
+    greedy = next((task.file.task for task in tasks if task.file.output_type == "loglikelihood"), None)
+    if config.diffusion is not None and greedy is not None:
+        raise UsageError(f"{name} writes blocks, and can't be asked {greedy}",
+                         why="whether it would write the answer isn't in its likelihood",
+                         next="leave this task out")
 
 
 def _make(task: TaskFile, prompts: RenderedRows) -> Any:

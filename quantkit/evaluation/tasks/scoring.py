@@ -18,10 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.evaluation.quality.blocks import MaskedText, begin_text, masked_logits, masked_states
+from quantkit.evaluation.quality.blocks import (
+    MaskedText,
+    begin_text,
+    masked_logits,
+    masked_states,
+    orders_of,
+    side_by_side,
+)
 from quantkit.evaluation.quality.feed import force, prefill
 from quantkit.evaluation.tasks.prefix_plan import Tokens
-from quantkit.evaluation.tasks.prefix_scores import PrefixScorer, Target, token_logprobs
+from quantkit.evaluation.tasks.prefix_scores import LOGITS, PrefixScorer, Target, token_logprobs
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec
@@ -33,9 +40,9 @@ from quantkit.support.errors import UsageError
 
 BATCH = 64
 """Sequences side by side, unless told otherwise."""
-DRAWS, DRAWN_TOKENS = 8, 64
+DRAWS, DRAWN_TOKENS = 8, 64  # measurements are kept by them
 """Of a model that writes blocks: how often a continuation is masked at random, at most; longer ones less
-often, so that about as many tokens are predicted."""
+often, so that about as many tokens are predicted. With so few orders or fewer, each is taken once."""
 FORCED = 64
 """Continuation tokens that go through a cache at once, at most."""
 
@@ -51,15 +58,16 @@ class ScoringRequest:
 @dataclass(frozen=True)
 class ScoredContinuation:
     """Sum of the continuation's log-probabilities (natural), and whether each token was the likeliest. Of a
-    model that writes blocks the first is a bound, estimated: the log-likelihood is at least as much."""
+    model that writes blocks the first is a bound, estimated: the log-likelihood is at least as much; and the
+    second is asked where tokens are masked, which says nothing of what decoding writes."""
 
     logprob: float
     greedy: bool
 
 
 def _draws(tokens: int) -> int:
-    """How often a continuation is masked: a single token in one way only."""
-    return 1 if tokens == 1 else max(1, min(DRAWS, DRAWN_TOKENS // tokens))
+    """How many orders a continuation is uncovered in, at most."""
+    return max(1, min(DRAWS, DRAWN_TOKENS // tokens))
 
 
 @dataclass
@@ -94,8 +102,9 @@ class Scorer:
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
-        return self.loaded.config.max_position_embeddings
+        """Tokens that the model reads at most, the last one of a continuation not counted; where blocks are
+        written, it is read too."""
+        return self.loaded.config.max_position_embeddings - (self.loaded.config.diffusion is not None)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoringRequest],
@@ -125,9 +134,8 @@ class Scorer:
                 else self._score_cached(fitted, done))
 
     def _fitted(self, requests: Sequence[ScoringRequest]) -> list[ScoringRequest]:
-        """Cut from the left so that all but the last token fit: the last is only predicted. Blocks are read
-        whole."""
-        limit = self.max_length - (self.loaded.config.diffusion is not None)
+        """Cut from the left so that all but the last token fit: the last is only predicted."""
+        limit = self.max_length
         fitted = []
         cut = 0
         for request in requests:
@@ -137,7 +145,7 @@ class Scorer:
             room = limit + 1 - len(request.continuation)
             if room < 1:
                 raise UsageError(f"a continuation has {len(request.continuation)} tokens",
-                                 why=f"the model was made for {limit}")
+                                 why=f"the model reads {limit}")
             cut += len(request.context) > room
             fitted.append(ScoringRequest(request.context[-room:], request.continuation))
         if cut:
@@ -179,17 +187,19 @@ class Scorer:
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         for context in sorted(contexts, key=lambda ids: (-len(ids), ids)):
             row = begin_text(self.loaded, cache, context, len(context))
-            masked = [(index, draw) for index in contexts[context]
-                      for draw in range(_draws(len(requests[index].continuation)))]
+            masked = [(index, text, order) for index in contexts[context]
+                      for text in [(*context, *requests[index].continuation)]
+                      for order in orders_of(self.loaded, text, len(context),
+                                             _draws(len(requests[index].continuation)))]
             scores: dict[int, list[tuple[float, bool]]] = {}
-            for start in range(0, len(masked), self.batch):
-                part = masked[start:start + self.batch]
-                texts = [MaskedText(cache.fork(row), (*context, *requests[index].continuation), len(context),
-                                    draw) for index, draw in part]
-                for (index, _), states in zip(part, masked_states(self.loaded, cache, texts), strict=True):
-                    logprobs, greedy = self._scores(masked_logits(self.loaded, states), range(len(states)),
-                                                    requests[index].continuation)
-                    scores.setdefault(index, []).append((sum(logprobs), all(greedy)))
+            longest = max(len(requests[index].continuation) for index in contexts[context])
+            count = min(self.batch, side_by_side(cache, longest))
+            for start in range(0, len(masked), count):
+                part = masked[start:start + count]
+                texts = [MaskedText(cache.fork(row), text, len(context), order) for _, text, order in part]
+                for (index, *_), states in zip(part, masked_states(self.loaded, cache, texts), strict=True):
+                    scores.setdefault(index, []).append(
+                        self._masked_score(states, requests[index].continuation))
                 cache.free([text.row for text in texts])
             cache.free([row])
             for index, drawn in scores.items():
@@ -197,6 +207,16 @@ class Scorer:
                 results[index] = ScoredContinuation(logprob, all(greedy for _, greedy in drawn))
             done(len(scores))
         return [results[index] for index in range(len(requests))]
+
+    def _masked_score(self, states: torch.Tensor, tokens: Tokens) -> tuple[float, bool]:
+        """Log-probabilities of tokens in all, and whether each is the likeliest where it was masked."""
+        logprob, likeliest, rows = 0.0, True, max(1, LOGITS // self.loaded.config.vocab_size)
+        for start in range(0, len(tokens), rows):
+            part = tokens[start:start + rows]
+            logits = masked_logits(self.loaded, states[start:start + rows])
+            logprobs, greedy = self._scores(logits, range(len(part)), part)
+            logprob, likeliest = logprob + sum(logprobs), likeliest and all(greedy)
+        return logprob, likeliest
 
     # -- where tokens can be taken back
 

@@ -1,5 +1,6 @@
 """Models that write blocks are scored where tokens are masked, each once: a bound of the likelihood."""
 
+import dataclasses
 import itertools
 import json
 
@@ -8,15 +9,27 @@ import torch
 
 from quantkit.evaluation.long.run import LongSettings, evaluate_long
 from quantkit.evaluation.quality import blocks
-from quantkit.evaluation.quality.blocks import MaskedText, begin_text, cycles, masked_logits, masked_states
-from quantkit.evaluation.quality.hidden_states import SIDE_BY_SIDE, states_of
+from quantkit.evaluation.quality.blocks import (
+    SIDE_BY_SIDE,
+    MaskedText,
+    begin_text,
+    cycles,
+    masked_logits,
+    masked_states,
+    orders_of,
+)
+from quantkit.evaluation.quality.feed import TeacherForcedModel
+from quantkit.evaluation.quality.hidden_states import states_of
 from quantkit.evaluation.run import EvalSettings, evaluate
+from quantkit.evaluation.tasks import scoring
 from quantkit.evaluation.tasks.run import run_tasks
 from quantkit.evaluation.tasks.scoring import DRAWS, Scorer, ScoringRequest
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import KVSpec, parse_kv
 from quantkit.quantization.run import quantize
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
 from quantkit.support.errors import UsageError
 from quantkit.testing import tiny_model
 from tests.evaluation.tasks.test_run import DATA, OWN
@@ -63,7 +76,7 @@ def test_cycles_mask_every_number_of_tokens_and_every_choice_of_them_alike():
     assert len(seen) == 31
 
 
-def test_their_mean_is_that_of_all_orders(made, monkeypatch):
+def test_their_mean_is_that_of_all_orders(made):
     """Uncovered one by one in each of the orders there are, written out."""
     loaded, ids, known = load(str(made())), some_ids(12), 5
     free = [range(known, 8), range(8, 12)]
@@ -72,14 +85,12 @@ def test_their_mean_is_that_of_all_orders(made, monkeypatch):
                    for order in orders for number in range(len(order)))
     cache = KVCache(loaded.config, KVSpec(), loaded.dtype)
     row = begin_text(loaded, cache, ids, known)
-    totals = []
-    for short, long in itertools.product(itertools.permutations(range(3)),
-                                         itertools.permutations(range(4))):
-        drawn = iter((short, long))
-        monkeypatch.setattr(blocks.torch, "randperm", lambda *_, **__: torch.tensor(next(drawn)))  # noqa: B023
+    totals, orders = [], orders_of(loaded, ids, known, 144)
+    assert len(set(orders)) == 6 * 24 and len(orders_of(loaded, ids, known, 143)) == 143
+    for order in orders:
         fork = cache.fork(row)
         with torch.inference_mode():
-            states, = masked_states(loaded, cache, [MaskedText(fork, ids, known)])
+            states, = masked_states(loaded, cache, [MaskedText(fork, ids, known, order)])
             logprobs = masked_logits(loaded, states).double().log_softmax(-1)
         totals.append(-float(logprobs.gather(1, torch.tensor(ids[known:])[:, None]).sum()))
         cache.free([fork])
@@ -87,31 +98,29 @@ def test_their_mean_is_that_of_all_orders(made, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["sdar", "a2d-qwen2", "a2d-llama"])
-def test_each_token_is_predicted_where_it_is_masked(made, family, monkeypatch):
+def test_each_token_is_predicted_where_it_is_masked(made, family):
     """Beside a plain loop: a block that is known in part, one that the text ends in, and several texts of
     which each has other masks, alike in company and alone."""
     loaded, size = load(str(made(family))), SIZES[family]
     windows = torch.tensor([some_ids(3 * size + 3, seed) for seed in range(SIDE_BY_SIDE + 2)])
     prompt = size + 1
-    chosen, whole = [], blocks.cycles
-
-    def noted(permutation):
-        chosen.append(whole(permutation))
-        return chosen[-1]
-
-    monkeypatch.setattr(blocks, "cycles", noted)
     alone = next(states_of(loaded, windows[-1:], prompt))
     window, start, found = windows[-1].tolist(), prompt + 1, {}
-    for block in chosen:
-        for cycle in block:
+    for permutation in orders_of(loaded, window, start, 1)[0]:
+        for cycle in cycles(permutation):
             found |= cost(loaded, window, [start + at for at in cycle], size)
-        start += sum(map(len, block))
+        start += len(permutation)
     assert sorted(found) == list(range(prompt + 1, len(window)))
     with torch.inference_mode():
         logprobs = masked_logits(loaded, alone).double().log_softmax(-1)
     costs = -logprobs.gather(1, windows[-1, prompt + 1:, None])[:, 0]
     assert costs.tolist() == pytest.approx([found[at] for at in sorted(found)], rel=1e-4)
     assert torch.equal(list(states_of(loaded, windows, prompt))[-1], alone)
+    by_operation = dataclasses.replace(loaded, model=loaded.model._model)
+    for kv, share in (("none", 1e-4), ("int8", 0.02), (f"window({2 * size})", 1e-4)):
+        forced = (TeacherForcedModel(model, parse_kv(kv), prompt) for model in (loaded, by_operation))
+        first, second = (next(states_of(model, windows[-1:], prompt)) for model in forced)
+        assert (first - second).abs().max() < share * first.abs().max()
 
 
 def test_a_whole_comparison(made, tmp_path):
@@ -132,6 +141,11 @@ def test_a_whole_comparison(made, tmp_path):
     caches = tuple(parse_kv(kv) for kv in ("none", "int8", "int4", "snapkv(0.5, window=8)"))
     through = evaluate([str(folder)], EvalSettings(window=256, windows=3, prompt=150, kv=caches, speed=False))
     plain, eight, four, half = through.rows
+    short = EvalSettings(window=32, windows=2, speed=False)  # by torch's operators, in float32
+    exact = evaluate([str(packed), str(coarse)], dataclasses.replace(short, dtype="float32"))
+    assert exact.rows[1].metrics["kl_mean"].value > 0 and exact.protocol.dtype == "float32"
+    noise = evaluate([str(packed)], dataclasses.replace(short, noise_floor=True))
+    assert noise.rows[0].metrics["kl_exact"].value > 0
     assert plain.metrics["kl_mean"].value == 0 < eight.metrics["kl_mean"].value < min(
         four.metrics["kl_mean"].value, half.metrics["kl_mean"].value)
     assert plain.kv_bytes > eight.kv_bytes > 0 and four.kv_bytes_per_token < eight.kv_bytes_per_token
@@ -146,17 +160,54 @@ def test_tasks_by_the_bound(made):
     scores = Scorer(loaded).score(requests, counted.append)
     assert sum(counted) == 3 and scores == Scorer(loaded, batch=3).score(requests)
     assert scores[0].logprob == pytest.approx(-cost(loaded, (*context, 7), [18], 4)[18], rel=1e-4)
-    # a mean over draws lies between the cheapest and the dearest way to uncover the tokens
-    ids = (*context, *requests[1].continuation)
-    draws = []
-    for draw in range(DRAWS):
-        cache = KVCache(loaded.config, KVSpec(), loaded.dtype)
-        with torch.inference_mode():
-            states, = masked_states(loaded, cache, [
-                MaskedText(begin_text(loaded, cache, ids, 18), ids, 18, draw)])
-            logprobs = masked_logits(loaded, states).double().log_softmax(-1)
-        draws.append(float(logprobs.gather(1, torch.tensor(ids[18:])[:, None]).sum()))
-    assert len(set(draws)) > 1 and scores[1].logprob == pytest.approx(sum(draws) / DRAWS, rel=1e-5)
+    # two tokens of a block, and then four: every order there is
+    first, second = requests[1].continuation[:2]
+    whole = cost(loaded, (*context, first, second), [18, 19], 4)
+    left, right = (cost(loaded, (*context, first, second), [at], 4)[at] for at in (18, 19))
+    both = Scorer(loaded).score([ScoringRequest(context, (first, second))])[0]
+    assert -both.logprob == pytest.approx((sum(whole.values()) + left + right) / 2, rel=1e-4)
+    assert len(orders_of(loaded, (*context, *requests[1].continuation), 18, DRAWS)) == DRAWS
+    with pytest.raises(UsageError, match="token 18 of a text is the mask"):
+        Scorer(loaded).score([ScoringRequest(context, (MASK, 5))])
+    whole_context = ScoringRequest((5,), tuple(some_ids(loaded.config.max_position_embeddings - 1, 9)))
+    assert Scorer(loaded).score([whole_context])[0].logprob < 0
+    assert Scorer(loaded).max_length == loaded.config.max_position_embeddings - 1
+
+
+def test_what_goes_side_by_side_fits_in_memory(made, monkeypatch):
+    loaded, windows = load(str(made())), torch.tensor([some_ids(40, seed) for seed in range(5)])
+    together = torch.stack(list(states_of(loaded, windows, 3)))
+    requests = [ScoringRequest((5,), tuple(some_ids(70, seed))) for seed in range(3)]
+    scores = Scorer(loaded).score(requests)
+    rows, hidden = [], loaded.model.hidden
+
+    def counted(ids, *rest):
+        rows.append(len(ids))
+        return hidden(ids, *rest)
+
+    monkeypatch.setattr(loaded.model, "hidden", counted)
+    monkeypatch.setattr(blocks, "KV_BYTES", 1)
+    monkeypatch.setattr(scoring, "LOGITS", 1)
+    assert torch.equal(torch.stack(list(states_of(loaded, windows, 3))), together)
+    apart = Scorer(loaded).score(requests)
+    assert [score.logprob for score in apart] == pytest.approx([score.logprob for score in scores], rel=1e-6)
+    assert set(rows) == {1}
+
+
+def test_a_policy_reads_the_whole_prompt_again_as_in_serving(made):
+    """Also the tokens of it that are part of the first block."""
+    loaded, kv = load(str(made("a2d-llama", max_position_embeddings=1024))), parse_kv("kvzip(0.5)")
+    prompt = some_ids(69, 2)
+    engine = Engine(loaded, kv=kv, max_batch=1)
+    request = engine.submit(prompt, Sampling(max_tokens=16, ignore_eos=True))
+    while not request.result.denoising_steps:
+        engine.step()
+    kept = engine.cache.positions(request.kv.sequence, 0).tolist()
+    engine.close()
+    cache = KVCache(loaded.config, kv, loaded.dtype)
+    with torch.inference_mode():
+        row = begin_text(loaded, cache, [*prompt, 5], 69)
+    assert cache.positions(row, 0).tolist() == kept and len(kept[0]) < 64
 
 
 @pytest.mark.filterwarnings("ignore:.*contexts were cut")
@@ -180,10 +231,14 @@ def test_what_cannot_be_scored(made, tmp_path):
         evaluate([folder, beside], settings)
     with pytest.raises(UsageError, match="h2o"):
         evaluate([folder], EvalSettings(window=32, windows=2, speed=False, kv=(parse_kv("h2o(0.5)"),)))
+    with pytest.raises(UsageError, match=r"decode>=1.*isn't measured"):
+        evaluate([folder], EvalSettings(window=32, windows=2, needs_speed="decode>=1"))
+    with pytest.raises(UsageError, match=r"decode_tok_s.*isn't measured"):
+        evaluate([folder], EvalSettings(window=32, windows=2, plot=("decode_tok_s",)))
     with pytest.raises(UsageError, match="--peer"):
         evaluate([folder], EvalSettings(window=32, windows=2, peers=("llama.cpp:x.gguf",)))
     with pytest.raises(UsageError, match="writes blocks"):
         evaluate_long(folder, LongSettings())
     loaded = load(folder)
     with pytest.raises(UsageError, match="the mask"):
-        list(states_of(loaded, torch.tensor([[5, 6, MASK, 7]]), 0))
+        next(states_of(loaded, torch.tensor([[5, 6, MASK, 7]]), 0))
