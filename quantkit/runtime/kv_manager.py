@@ -29,6 +29,8 @@ from quantkit.runtime.memory.serving import most_that_fit, spare_bytes
 from quantkit.support.errors import QuantkitError, UsageError
 from quantkit.support.units import human_bytes
 
+PROMPTS = 8
+"""Prompts that are read side by side in a cache of a fixed size where each takes pages of its own."""
 STATES = 8
 """States that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
 
@@ -129,7 +131,7 @@ class KVCacheManager:
         supports_batched_prefill: whether several prompts do.
         needs_own_last_chunk: whether the last chunk of a prompt goes through the model by itself, because its
             policy then has work to do.
-        one_prompt: whether one prompt is read at a time.
+        prompts: those that are read side by side, at most.
         drafts: whether several tokens of a text that decodes may go through the model at once, without an
             effect on each other.
         texts: the texts that use it and haven't ended, those that wait included.
@@ -160,17 +162,21 @@ class KVCacheManager:
         portion = prompt_portion(model, cache, chunk)
         if memory is None and (spare := spare_bytes(model, cache, sequences, portion)) is not None:
             memory = drafts.left_for_cache(spare, cache.bytes_per_token)
+        policies = [layer.policy for layer in cache.layers]
+        # a prompt whose policy acts at its end is held whole until then, for which there is memory once
+        waits = any(not policy.keeps_all and policy.visible is None for policy in policies)
+        self.prompts = sequences if memory is None or cache.divisible else 1 if waits else min(
+            PROMPTS, sequences)
         self.reservation = None
         if memory is not None:
+            forks = STATES if budget is not None and not cache.divisible else 0
             self.reservation = PageReservation(cache, memory // parts, sequences, context, portion,
-                                               STATES if budget is not None and not cache.divisible else 0)
+                                               self.prompts, forks)
         self.prefixes = None if budget is None else build_prefix_cache(
             cache, budget, None if self.reservation is None else STATES)
-        policies = [layer.policy for layer in cache.layers]
         self.needs_own_last_chunk = any(
             policy.reread_prompt or (policy.acts_after("prefill_end") and policy.visible is None)
             for policy in policies)
-        self.one_prompt = self.reservation is not None and not cache.divisible
         self._has_chunk_policy = any(policy.on_prefill == "chunk" for policy in policies)
         self.texts: set[CachedText] = set()
         self.prefix_queries = self.prefix_hits = 0
@@ -454,6 +460,7 @@ class PageReservation:
         sequences: the largest number of sequences side by side.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
+        prompts: those that are read side by side.
         forks: sequences beside those that are kept for others to begin with.
 
     Attributes:
@@ -464,17 +471,18 @@ class PageReservation:
     """
 
     def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int,
-                 forks: int = 0) -> None:
+                 prompts: int = 1, forks: int = 0) -> None:
         self._cache = cache
         longest = reserved_footprint(cache, context, chunk)
         self._limits = [(group.peak.codes, group.decoding.codes) for group in longest.groups]
         self._groups = [self._group_of(longest, layer) for layer in range(len(cache.layers))]
-        self._available = available_pages(longest, size, sequences, forks)
+        self._available = available_pages(longest, size, sequences, forks, prompts)
         for layer, group in zip(cache.layers, self._groups):
             store = layer.store
             store.pages.preallocate(self._available[group] * cache.heads)
             if store.residual is not None:
-                store.residual.preallocate(longest.groups[group].pages(sequences + forks)[1] * cache.heads)
+                pages = longest.groups[group].pages(sequences + forks, prompts)[1]
+                store.residual.preallocate(pages * cache.heads)
         shared = longest.decoded_page_bytes * cache.heads * max(self._available)
         cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
         self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer

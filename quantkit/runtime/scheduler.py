@@ -240,7 +240,7 @@ class Scheduler:
         """Begin with the first waiting request if there is room for it."""
         manager = request.kv.manager
         if self._no_room == (request.id, self._version) or (
-                manager.one_prompt and any(other.kv.manager is manager for other in self.prefilling)):
+                sum(other.kv.manager is manager for other in self.prefilling) >= manager.prompts):
             return False
         for other in self.prefilling:
             if other.kv.manager is manager:

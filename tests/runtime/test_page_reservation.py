@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -64,6 +65,30 @@ def test_what_fits_never_moves_a_page(config, kv):
     reservation.release(rows[0])
     assert begun(cache, reservation, 500) is not None
     assert cache.move_counter.count == moves and cache.allocated_bytes == before
+
+
+@pytest.mark.parametrize("kv", ["int4", "rotation(3)", "int8/int4"])
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_side_by_side_share_a_steps_tokens(config, kv, seed):
+    """Cut wherever: they begin pages of their own, and none moves."""
+    draw, lengths = random.Random(seed), [300, 411, 95]
+    cache = KVCache(config, parse_kv(kv), torch.float32)
+    reservation = PageReservation(cache, 10**7, 4, 1024, CHUNK, len(lengths))
+    moves = cache.move_counter.count
+    left = {begun(cache, reservation, 600): length for length in lengths}
+    decoding = begun(cache, reservation, 1000)
+    grow(cache, decoding, 30, 900)
+    while left:
+        counts, budget = {decoding: 1}, CHUNK
+        for row in draw.sample([*left], len(left)):
+            counts[row] = min(left[row], budget, draw.choice([1, 13, CHUNK]))
+            left[row], budget = left[row] - counts[row], budget - counts[row]
+        for row, count in counts.items():
+            cache.reserve(cache.sequence(row), count)
+        for row, count in counts.items():
+            cache.advance(cache.sequence(row), count)
+        left = {row: count for row, count in left.items() if count}
+    assert cache.move_counter.count == moves
 
 
 def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):

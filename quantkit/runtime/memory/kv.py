@@ -103,13 +103,19 @@ class LayerGroup:
         """At any time."""
         return self.filling | self.decoding
 
-    def pages(self, count: int) -> tuple[int, int]:
-        """Pages of codes and of the residual that ``count`` sequences have in a head, at most: one may be
-        reading its prompt, all others decode."""
+    def pages(self, count: int, prompts: int = 1) -> tuple[int, int]:
+        """Pages of codes and of the residual that ``count`` sequences have in a head, at most.
+
+        Args:
+            prompts: so many of them may be reading their prompts, the others decode. A step's tokens wait in
+                the residual together, however many prompts they are of, but for pages that they begin.
+        """
         if not count:
             return 0, 0
-        return ((count - 1) * self.decoding.codes + self.peak.codes,
-                (count - 1) * self.decoding.residual + self.peak.residual)
+        prompts = min(prompts, count)
+        return ((count - prompts) * self.decoding.codes + prompts * self.peak.codes,
+                (count - 1) * self.decoding.residual + self.peak.residual
+                + (prompts - 1) * (self.peak.residual > 0))
 
 
 @dataclass(frozen=True)
@@ -390,13 +396,14 @@ def _larger(first: Footprint, second: Footprint) -> Footprint:
     return dataclasses.replace(first, groups=tuple(groups))
 
 
-def available_pages(longest: Footprint, size: int, sequences: int, forks: int) -> list[int]:
-    """Pages of codes for a head, by group of layers: all that ``sequences`` and ``forks`` ever take, or as
-    many as the memory has for those layers that grow with the text. What a policy tracks comes first."""
+def available_pages(longest: Footprint, size: int, sequences: int, forks: int, prompts: int) -> list[int]:
+    """Pages of codes for a head, by group of layers: all that ``sequences``, ``prompts`` of which are being
+    read, and ``forks`` ever take, or as many as the memory has for those layers that grow with the text. What
+    a policy tracks comes first."""
     def bytes_of(group: LayerGroup, pages: tuple[int, int]) -> int:
         return longest.heads * group.layers * sum(n * each for n, each in zip(pages, group.page_bytes))
 
-    wanted = [group.pages(sequences + forks) for group in longest.groups]
+    wanted = [group.pages(sequences + forks, prompts) for group in longest.groups]
     fixed = longest.acting_bytes + longest.tracked_bytes(sequences)
     # states in the middle of a prompt, which keep what is tracked there
     fixed += forks * longest.heads * sum(group.layers * group.filling.tracked for group in longest.groups)

@@ -247,25 +247,29 @@ def test_what_is_captured_at_the_start_serves_for_all_steps(tmp_path, monkeypatc
     assert on_device._graphs._graphs == decoding and on_device._prompt_graphs._graphs == prompts_of
 
 
-def test_several_prompts_go_through_the_model_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kv", "reads"), [
+    ("none", [3]), ("int4", [3]), ("window(70)+int4", [3]), ("snapkv(0.5, window=4)", [])])
+def test_several_prompts_go_through_the_model_at_once(tmp_path, monkeypatch, kv, reads):
+    """In a cache of a fixed size, where no page moves, unless a policy holds each of them until its end."""
     loaded = load(str(tiny_model(tmp_path / "m", **SMALL)))
     prompts_of = [list(range(4, 4 + count)) for count in (30, 5, 12)]
 
     def answers(together):
-        engine, steps = Engine(loaded, max_batch=3), 0
-        submitted = []
+        engine, steps = Engine(loaded, kv=parse_kv(kv), max_batch=3, memory=1 << 22), 0
+        submitted, moves = [], engine.cache.move_counter.count
         for prompt in prompts_of:
             submitted.append(engine.submit(prompt, Sampling(max_tokens=3, ignore_eos=True)))
             while not together and engine.step():
                 pass
         while engine.step():
             steps += 1
+        assert engine.cache.move_counter.count == moves
         return [request.result.token_ids for request in submitted], engine.stats()["steps"]
 
     calls, forward = [], type(loaded.model).forward
     monkeypatch.setattr(type(loaded.model), "forward", lambda self, tokens, batch, wanted: (
         calls.append(len(tokens)), forward(self, tokens, batch, wanted))[1])
     together, fewer = answers(True)
-    assert calls == [3]
+    assert calls == reads
     alone, more = answers(False)
     assert together == alone and fewer < more
