@@ -26,7 +26,8 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling
 
-MODELS = {"135m": ("smollm2-135m", "blocks-135m"), "1.5b": ("qwen2.5-1.5b", "blocks-1.5b")}
+MODELS = {"135m": ("smollm2-135m", "blocks-135m"), "1.5b": ("qwen2.5-1.5b", "blocks-1.5b"),
+          "1.7b": ("qwen3-1.7b", "sdar-1.7b")}
 
 
 def written(loaded: LoadedModel, kv: str, batch: int, tokens: int, steps: int | None) -> dict[str, float]:

@@ -60,6 +60,10 @@ _QWEN25 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden
            "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
            "rope_theta": 1000000.0, "tie_word_embeddings": True}
 _BLOCKS = {"block_size": 32}
+_QWEN3_1_7B = {"hidden_act": "silu", "torch_dtype": "bfloat16", "hidden_size": 2048,
+               "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+               "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+               "rope_theta": 1000000.0}
 _LLAMA_8B = {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
              "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
              "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
@@ -106,12 +110,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
                     "model_type": "a2d-llama", "mask_token_id": 49151},
     "blocks-1.5b": {**_QWEN25, **_BLOCKS, "architectures": ["A2DQwen2LMHeadModel"], "model_type": "a2d-qwen2",
                     "mask_token_id": 151665},
-    "sdar-1.7b": {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4,
-                  "hidden_act": "silu", "torch_dtype": "bfloat16", "mask_token_id": 151669,
-                  "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-                  "num_attention_heads": 16, "num_key_value_heads": 8,
-                  "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
-                  "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False},
+    "qwen3-1.7b": {**_QWEN3_1_7B, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+                   "max_position_embeddings": 40960, "tie_word_embeddings": True},
+    "sdar-1.7b": {**_QWEN3_1_7B, "architectures": ["SDARForCausalLM"], "model_type": "sdar",
+                  "block_size": 4, "mask_token_id": 151669, "max_position_embeddings": 32768,
+                  "tie_word_embeddings": False},
     "tiny": {**_LLAMA, **_TINY},
     "tiny-phi3": {**_PHI3, **_TINY},
     "tiny-mixtral": {**_MIXTRAL, **_TINY, "num_local_experts": 4},
