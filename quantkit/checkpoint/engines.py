@@ -330,6 +330,8 @@ ENGINES: dict[str, dict[str, tuple[Rule, ...]]] = {
         "mxfp4": (*mlx_models.RULES, _needs("mlx-lm")),
         "awq": (*mlx_models.RULES, mlx_models.awq_groups, plain_embedding, _needs("mlx-lm"))}}
 """By engine and ``quant_method``, the rules that are asked, in order."""
+BLOCKS = {"sglang": ("sdar",)}
+"""Families that write blocks, by the engines that run them so."""
 MIXED = ": no standard says this mix"
 EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
          **{(engine, "quantkit"): MIXED for engine in ENGINES}}
@@ -379,6 +381,9 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
     embedding = next((row for row in layers if row.name == EMBEDDING and row.spec), None)
     subject = CheckpointFacts(quantization.get("quant_method"), quantization, rows, embedding, device, dtype,
                               config, shape, global_scales or {})
+    if shape.diffusion is not None and shape.model_type not in BLOCKS.get(engine, ()):
+        return (VerifyCheck("model", "failed", f"{engine} writes no blocks of tokens, as {shape.model_type} "
+                                               "models do"),)
     if subject.method is None:
         return (VerifyCheck("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]

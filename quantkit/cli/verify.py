@@ -89,6 +89,7 @@ def _loads(folder: Path, engine: str, device: str, as_json: bool) -> bool:
     note()
     show_error(f"{where} refuses {folder}",
                "\n".join(f"{check.name}: {check.detail}" for check in refused),
-               f"quantkit export {quote(str(folder))} --to FORMAT --for {engine} OUT, or quantize the "
-               f"original with --for {engine}")
+               f"quantkit serve-local {quote(str(folder))}" if any(check.name == "model" for check in refused)
+               else f"quantkit export {quote(str(folder))} --to FORMAT --for {engine} OUT, or quantize the "
+                    f"original with --for {engine}")
     return False

@@ -178,6 +178,15 @@ def test_what_mlx_lm_reads_otherwise(told, family, change, name, words):
     assert words in told("mlx", "cuda", HEAD, MLX, family=family, without=without, **given)[name]
 
 
+@pytest.mark.parametrize(("family", "runs"), [("sdar", ["sglang"]), ("a2d-qwen3", [])])
+def test_who_writes_blocks(told, family, runs):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    refused = [engine for engine in ENGINES
+               if "writes no blocks" in told(engine, "cuda", HEAD, rule(W8A8), family=family, **heads).get(
+                   "model", "")]
+    assert refused == [engine for engine in ENGINES if engine not in runs]
+
+
 def test_mlx_lm_notes_windows_that_it_ignores(told):
     notes = told("mlx", "cuda", MLX, family="mistral", status="note", sliding_window=100)
     assert "more than 100 tokens" in notes["windows"]
