@@ -23,7 +23,7 @@ from quantkit.cli.options import (
     revision_option,
 )
 from quantkit.cli.present import group_layers, print_json, show_warning, table, wrapped
-from quantkit.support.errors import UsageError
+from quantkit.support.errors import UnsupportedModelError, UsageError
 from quantkit.support.units import human_bytes
 
 if TYPE_CHECKING:
@@ -363,14 +363,15 @@ def _run(order: QuantizeOrder, out: Path, choice: BudgetChoice | None, strict: b
         click.echo(f"{'next':<14}vllm serve {quote(str(result.out))}")
         return
     for_gguf = any((row.format or "").startswith("gguf-") for row in plan.rows)
-    loads, refuse = (["llama.cpp once exported, see below"], []) if for_gguf else _engines(result.out)
+    exports = for_gguf and _has_gguf(result.out)
+    loads, refuse = (["llama.cpp once exported, see below"] * exports, []) if for_gguf else _engines(result.out)
     click.echo(wrapped("engines", ", ".join(["quantkit", *loads])
                        + (f"; not {', '.join(refuse)}, see below" if refuse else "")))
     # commands aren't folded: they are there to be copied
     at = f" --revision {quote(revision)}" if revision else ""
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
-    if for_gguf:
+    if exports:
         to = quote(f"{result.out}.gguf")
         click.echo(f"{'':<14}quantkit export {quote(str(result.out))} --to gguf {to}")
     elif refuse:
@@ -384,6 +385,20 @@ def _engines(out: Path) -> tuple[list[str], list[str]]:
 
     with Checkpoint.open(out) as checkpoint:
         return sort_engines(lambda engine: check_engine(engine, checkpoint))
+
+
+def _has_gguf(out: Path) -> bool:
+    """Whether llama.cpp knows the family of a checkpoint."""
+    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.export.gguf.model_keys import model_keys
+    from quantkit.models.architecture import parse_config
+
+    with Checkpoint.open(out) as checkpoint:
+        try:
+            model_keys(parse_config(checkpoint.config()))
+        except UnsupportedModelError:
+            return False
+    return True
 
 
 @contextmanager

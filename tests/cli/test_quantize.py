@@ -97,6 +97,9 @@ def test_a_checkpoint_for_gguf_is_to_be_exported(cli, tmp_path):
     assert "engines       quantkit, llama.cpp once exported, see below" in result.stdout
     assert result.stdout.splitlines()[-1].strip() == f"quantkit export {out} --to gguf {out}.gguf"
     assert cli("export", out, "--to", "gguf", f"{out}.gguf").exit_code == 0
+    unknown, out = tiny_model(tmp_path / "blocks", "sdar"), tmp_path / "UNKNOWN"
+    result = cli("quantize", unknown, "--recipe", "gguf-q8_0", "--out", out, "-q")
+    assert result.exit_code == 0 and "llama.cpp" not in result.stdout and "--to gguf" not in result.stdout
 
 
 def test_json_result(cli_json, tiny, tmp_path):
