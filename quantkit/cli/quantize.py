@@ -364,7 +364,8 @@ def _run(order: QuantizeOrder, out: Path, choice: BudgetChoice | None, strict: b
         return
     for_gguf = any((row.format or "").startswith("gguf-") for row in plan.rows)
     exports = for_gguf and _has_gguf(result.out)
-    loads, refuse = (["llama.cpp once exported, see below"] * exports, []) if for_gguf else _engines(result.out)
+    loads, refuse = (["llama.cpp once exported, see below"] * exports, []) if for_gguf else _engines(
+        result.out)
     click.echo(wrapped("engines", ", ".join(["quantkit", *loads])
                        + (f"; not {', '.join(refuse)}, see below" if refuse else "")))
     # commands aren't folded: they are there to be copied
