@@ -67,7 +67,7 @@ def test_models_with_windows_of_their_own(tmp_path, prompt_of):
         assert drafted == plain and counts.accepted > 20
 
 
-@pytest.mark.parametrize(("kv", "sizes"), [("none", (0.3, 0.5, 4.0)), ("int8", (0.2, 4.0)), ("int4", (2.1,))])
+@pytest.mark.parametrize(("kv", "sizes"), [("none", (0.3, 0.5, 4.0)), ("int8", (0.2, 4.0)), ("int4", (2.3,))])
 def test_scarce_memory_changes_nothing(small, prompt_of, kv, sizes):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((60, 80, 70, 90))]
     answers = [Sampling(max_tokens=220, ignore_eos=True)] * 4
