@@ -11,8 +11,8 @@ import torch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.spec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.runtime.kv_manager import PageReservation
 from quantkit.runtime.memory.kv import footprint
+from quantkit.runtime.page_reservation import PageReservation
 from quantkit.support.errors import UsageError
 
 CHUNK = 64

@@ -136,8 +136,8 @@ def blocks_of(loaded: LoadedModel) -> BlockDiffusion:
 
 
 def side_by_side(cache: KVCache, tokens: int) -> int:
-    """How many texts of so many tokens go through a model together, if memory for keys and values is all that
-    counts."""
+    """How many texts of this number of tokens go through a model together, if memory for keys and values is
+    all that counts."""
     return max(1, KV_BYTES // (cache.bytes_per_token_16bit * (tokens + PAGE)))
 
 
@@ -148,7 +148,7 @@ def passes_of(diffusion: BlockDiffusion) -> float:
 
 def orders_of(loaded: LoadedModel, ids: Sequence[int], known: int, limit: int) -> list[Order]:
     """Orders in which a text's tokens are uncovered: all that there are if they are ``limit`` or fewer, else
-    so many, which follow from the tokens alone: every model gets the same."""
+    ``limit`` of them, which follow from the tokens alone: every model gets the same."""
     size = blocks_of(loaded).block_size
     counts = [min(start + size, len(ids)) - max(start, known)
               for start in range(known // size * size, len(ids), size)]

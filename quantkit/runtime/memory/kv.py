@@ -107,7 +107,7 @@ class LayerGroup:
         """Pages of codes and of the residual that ``count`` sequences have in a head, at most.
 
         Args:
-            prompts: so many of them may be reading their prompts, the others decode. A step's tokens wait in
+            prompts: how many of them may be reading their prompts; the others decode. A step's tokens wait in
                 the residual together, however many prompts they are of, but for pages that they begin.
         """
         if not count:

@@ -66,9 +66,9 @@ def cost(loaded, ids, masked, size):
 def test_cycles_mask_every_number_of_tokens_and_every_choice_of_them_alike():
     seen = {}
     for permutation in itertools.permutations(range(5)):
-        found = cycles(permutation)
-        assert sorted(itertools.chain(*found)) == [0, 1, 2, 3, 4]
-        for cycle in found:
+        parts = cycles(permutation)
+        assert sorted(itertools.chain(*parts)) == [0, 1, 2, 3, 4]
+        for cycle in parts:
             seen[tuple(sorted(cycle))] = seen.get(tuple(sorted(cycle)), 0) + 1
     for members, count in seen.items():  # of 120: a fifth by length, then by the choice of the other four
         choices = len(list(itertools.combinations(range(4), len(members) - 1)))
@@ -105,16 +105,16 @@ def test_each_token_is_predicted_where_it_is_masked(made, family):
     windows = torch.tensor([some_ids(3 * size + 3, seed) for seed in range(SIDE_BY_SIDE + 2)])
     prompt = size + 1
     alone = next(states_of(loaded, windows[-1:], prompt))
-    window, start, found = windows[-1].tolist(), prompt + 1, {}
+    window, start, expected = windows[-1].tolist(), prompt + 1, {}
     for permutation in orders_of(loaded, window, start, 1)[0]:
         for cycle in cycles(permutation):
-            found |= cost(loaded, window, [start + at for at in cycle], size)
+            expected |= cost(loaded, window, [start + at for at in cycle], size)
         start += len(permutation)
-    assert sorted(found) == list(range(prompt + 1, len(window)))
+    assert sorted(expected) == list(range(prompt + 1, len(window)))
     with torch.inference_mode():
         logprobs = masked_logits(loaded, alone).double().log_softmax(-1)
     costs = -logprobs.gather(1, windows[-1, prompt + 1:, None])[:, 0]
-    assert costs.tolist() == pytest.approx([found[at] for at in sorted(found)], rel=1e-4)
+    assert costs.tolist() == pytest.approx([expected[at] for at in sorted(expected)], rel=1e-4)
     assert torch.equal(list(states_of(loaded, windows, prompt))[-1], alone)
     by_operation = dataclasses.replace(loaded, model=loaded.model._model)
     for kv, share in (("none", 1e-4), ("int8", 0.02), (f"window({2 * size})", 1e-4)):
